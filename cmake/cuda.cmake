@@ -1,0 +1,51 @@
+# CUDA kernels, linked into libffpa with a static runtime. SPDX-License-Identifier: Apache-2.0
+#
+# A kernel joins by its line in one of these two lists. While both are empty no CUDA compiler is looked for.
+set(ffpa_cuda_portable_sources  # src/kernels/sm80 and src/kernels/any: built for FFPA_CUDA_ARCHS
+)
+set(ffpa_cuda_sm90_sources      # src/kernels/sm90: built for 90a
+)
+
+if(NOT ffpa_cuda_portable_sources AND NOT ffpa_cuda_sm90_sources)
+  return()
+endif()
+if(NOT FFPA_CUDA)
+  return()
+endif()
+
+include(CheckLanguage)
+if(NOT CMAKE_CUDA_COMPILER)
+  find_program(ffpa_nvcc nvcc HINTS /usr/local/cuda/bin)
+  if(ffpa_nvcc)
+    set(CMAKE_CUDA_COMPILER ${ffpa_nvcc} CACHE FILEPATH "")
+  endif()
+endif()
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  if(FFPA_CUDA STREQUAL "auto")
+    message(STATUS "ffpa: no CUDA compiler found, built without CUDA kernels")
+    return()
+  endif()
+  message(FATAL_ERROR "FFPA_CUDA=ON, but no CUDA compiler was found: put nvcc on PATH or set CMAKE_CUDA_COMPILER")
+endif()
+set(CMAKE_CUDA_ARCHITECTURES ${FFPA_CUDA_ARCHS})
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+
+target_compile_definitions(ffpa_compile INTERFACE FFPA_WITH_CUDA)
+target_link_libraries(ffpa_compile INTERFACE CUDA::cudart_static)
+target_link_libraries(ffpa_link INTERFACE CUDA::cudart_static)
+
+function(ffpa_add_cuda_objects name archs)
+  if(ARGN)
+    list(TRANSFORM ARGN PREPEND ${PROJECT_SOURCE_DIR}/)
+    ffpa_add_objects(${name} SOURCES ${ARGN} OPTIONS --expt-relaxed-constexpr)
+    set_target_properties(ffpa_${name} PROPERTIES CUDA_ARCHITECTURES "${archs}")
+  endif()
+endfunction()
+ffpa_add_cuda_objects(cuda_portable "${FFPA_CUDA_ARCHS}" ${ffpa_cuda_portable_sources})
+ffpa_add_cuda_objects(cuda_sm90 "90a-real" ${ffpa_cuda_sm90_sources})
