@@ -17,5 +17,6 @@ configure_package_config_file(cmake/ffpaConfig.cmake.in ffpaConfig.cmake INSTALL
 write_basic_package_version_file(ffpaConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/ffpaConfig.cmake ${PROJECT_BINARY_DIR}/ffpaConfigVersion.cmake
         DESTINATION ${package_folder})
+file(RELATIVE_PATH pc_to_prefix /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)  # the installed tree may be moved
 configure_file(cmake/ffpa.pc.in ffpa.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/ffpa.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
