@@ -84,7 +84,8 @@ typedef enum ffpa_device_type { FFPA_CPU = 0, FFPA_CUDA = 1 } ffpa_device_type;
 
 #define FFPA_MAX_RANK 4
 
-/* A strided view. An all-zero ffpa_tensor means "absent". A tensor with an extent of 0 may have a null pointer. */
+/* A strided view. An all-zero ffpa_tensor means "absent". A tensor with an extent of 0 may have a null pointer; any other
+ * is aligned to its element's size. All tensors of a problem lie on one device. */
 typedef struct ffpa_tensor {
   void* data;
   int32_t dtype;        /* ffpa_dtype */
@@ -123,14 +124,16 @@ typedef struct ffpa_forward_problem {
   ffpa_tensor o;       /* written; q's dtype; any strides without overlap */
   ffpa_tensor lse;     /* written; fp32 (fp64 if q is); may be absent */
 
-  ffpa_tensor mask;         /* bool [B|1, H_q|1, N_q|1, N_kv|1], true = visible; packed: the N are the longest sequences' */
+  ffpa_tensor mask;         /* bool [B|1, H_q|1, N_q|1, N_kv|1], true = visible; packed or paged: N at least the longest's */
   ffpa_tensor bias;         /* fp32 or q's dtype, same extents; added to the score; -inf hides a key */
   ffpa_tensor alibi_slopes; /* fp32 [H_q] or [B, H_q] */
   ffpa_tensor sinks;        /* fp32 or q's dtype [H_q]: a logit that joins the softmax and has no value row */
 
-  ffpa_tensor cu_seqlens_q;  /* int32 [B + 1]: sequence b is rows cu[b] to cu[b+1]-1 of T_q; starts at 0, never falls */
+  ffpa_tensor cu_seqlens_q;  /* int32 [B + 1]: sequence b is rows cu[b] to cu[b+1]-1 of T_q; starts at 0, never falls; rows from
+                                cu[B] on belong to nobody: o = 0, lse = -inf, gradients 0 */
   ffpa_tensor cu_seqlens_kv; /* int32 [B + 1]: the same for T_kv */
-  ffpa_tensor seqlens_kv;    /* int32 [B]: keys of sequence b, at most what its K/V holds; absent = all of them */
+  ffpa_tensor seqlens_kv;    /* int32 [B]: keys of sequence b, at most what its K/V holds; absent = all of them. Lengths may
+                                change between runs of one plan, as may the tables and the values of cu_seqlens */
   ffpa_tensor block_table;   /* int32 [B, pages per sequence]; entries past a sequence's length are not read */
   ffpa_tensor kv_batch_idx;  /* int32 [B]: which batch row of dense k and v sequence b reads; absent = b */
 
@@ -151,7 +154,8 @@ typedef struct ffpa_forward_problem {
   int32_t num_splits;    /* parts of N_kv worked on in parallel; 0 = planned */
   int32_t num_threads;   /* CPU; 0 = as many as the machine allows */
   int32_t engine;        /* ffpa_engine */
-  const char* kernel;    /* name of a kernel to force (ffpa_kernel_at lists them), or NULL */
+  const char* kernel;    /* name of a kernel to force (ffpa_kernel_at lists them), or NULL. With neither kernel nor engine given the
+                            environment variable FFPA_KERNEL may force kernels by name, separated by commas, each for its pass */
 } ffpa_forward_problem;
 
 /* Backward. `forward` is the forward's problem with o and lse as it wrote them. An absent gradient is not computed; at least one
@@ -182,14 +186,16 @@ typedef struct ffpa_plan {
   int32_t reserved[9];
 } ffpa_plan;
 
-/* Validate and choose. On failure *plan is left zeroed. Reads no tensor data, except lengths and tables that lie in host memory. */
+/* Validate and choose. On failure *plan is left zeroed. Reads no tensor data, except lengths and tables that lie in host memory.
+ * FFPA_LOG=1 in the environment prints each new plan to stderr. */
 FFPA_API ffpa_status ffpa_forward_plan(const ffpa_forward_problem* problem, ffpa_plan* plan);
 FFPA_API ffpa_status ffpa_backward_plan(const ffpa_backward_problem* problem, ffpa_plan* plan);
 
 /* Run a plan on the same problem; tensors may point elsewhere so long as extents, strides, dtypes, options and alignment to
- * 16 bytes are those that were planned (checked; FFPA_INVALID_ARGUMENT otherwise). `workspace`: at least plan->workspace_bytes,
- * 256-byte aligned, on the problem's device, contents do not matter; NULL if 0 bytes. `stream`: a cudaStream_t, NULL on the CPU.
- * Does not allocate device memory, synchronise or print. On the CPU the work is done on return. */
+ * 16 bytes are those that were planned (checked; FFPA_INVALID_ARGUMENT otherwise). Lengths, tables and the dropout seed may
+ * change. `workspace`: at least plan->workspace_bytes, 256-byte aligned, on the problem's device, contents do not matter; NULL if
+ * 0 bytes. `stream`: a cudaStream_t, NULL on the CPU. Does not allocate device memory, synchronise or print. On the CPU the work
+ * is done on return. */
 FFPA_API ffpa_status ffpa_forward_run(const ffpa_forward_problem* problem, const ffpa_plan* plan, void* workspace,
                                       size_t workspace_bytes, void* stream);
 FFPA_API ffpa_status ffpa_backward_run(const ffpa_backward_problem* problem, const ffpa_plan* plan, void* workspace,
@@ -207,7 +213,7 @@ FFPA_API size_t ffpa_backward_explain(const ffpa_backward_problem* problem, char
  * The caller adds N_new to seqlens_kv afterwards. Positions beyond the cache are refused where the host can read the lengths. */
 typedef struct ffpa_append_problem {
   uint64_t struct_size; /* set by ffpa_append_problem_init */
-  ffpa_tensor k_new, v_new;     /* [B, H_kv, N_new, D_qk], [B, H_kv, N_new, D_v] */
+  ffpa_tensor k_new, v_new;     /* [B, H_kv, N_new, D_qk], [B, H_kv, N_new, D_v]; v_new and v_cache may be absent together */
   ffpa_tensor k_cache, v_cache; /* written: [B_cache, H_kv, capacity, D], or pages [P, H_kv, page rows, D] with block_table */
   ffpa_tensor seqlens_kv;       /* int32 [B]: keys already there; absent = 0 */
   ffpa_tensor block_table;      /* int32 [B, pages per sequence], or absent */
@@ -226,7 +232,7 @@ FFPA_API ffpa_status ffpa_append(const ffpa_append_problem* problem, void* strea
 /* --------------------------------------------------------------------------------------------- what this build and machine have */
 
 typedef struct ffpa_kernel_info {
-  uint64_t struct_size;
+  uint64_t struct_size; /* sizeof(ffpa_kernel_info), set by the caller */
   const char* name;    /* <arch>_<pass>_<idea> */
   const char* summary; /* one line */
   int32_t pass;        /* 0 forward, 1 backward */
@@ -237,7 +243,7 @@ typedef struct ffpa_kernel_info {
 } ffpa_kernel_info;
 
 typedef struct ffpa_device_info {
-  uint64_t struct_size;
+  uint64_t struct_size;  /* sizeof(ffpa_device_info), set by the caller */
   char name[128];        /* CPU model or GPU name */
   char features[128];    /* "avx2 avx512 avx512_bf16 amx_bf16", or "sm_90" */
   int32_t processors;    /* threads this process may use, or SMs */
