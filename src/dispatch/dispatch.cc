@@ -145,12 +145,15 @@ Decision decide(const Problem& p) {
   if (force.kernel) text = words(force.by, " \"", force.kernel->name, "\" does not take this problem");
   if (force.engine != FFPA_ENGINE_AUTO) text = words("engine \"", engine_name(force.engine), "\" does not take this problem");
   const char* separator = ": ";
+  int named = 0;
   for (const Refused& r : d.better) {
     if (force.kernel && r.kernel != force.kernel) continue;
     if (force.engine != FFPA_ENGINE_AUTO && r.kernel->engine != force.engine) continue;
     text += words(separator, r.kernel->name, " (", r.reason, ")");
     separator = ", ";
+    ++named;
   }
+  if (!named) text += ": this build has no such kernel";
   d.status = {FFPA_NOT_SUPPORTED, std::move(text)};
   return d;
 }
