@@ -1,6 +1,7 @@
-"""Check the documents: every relative link leads to a file and a heading, and docs/KERNELS.md lists what kernels.def lists.
+"""Check the documents: relative links lead to files and headings; docs/KERNELS.md lists what kernels.def lists.
 
-Prints each defect with file and line; exits with 1 if there is any. Addresses on the web are only checked for their form.
+Prints each defect with file and line; exits with 1 if there is any. Of web addresses only the form is checked.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

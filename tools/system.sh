@@ -4,7 +4,7 @@
 set -euo pipefail
 
 demo_packages="g++ cmake python3 python3-venv git"
-test_packages="libgtest-dev clang libclang-rt-dev pkg-config cargo"
+test_packages="libgtest-dev clang libclang-rt-dev pkg-config rustc"
 if [[ ${1:-} == packages ]]; then
   echo "$demo_packages make $test_packages"
   exit

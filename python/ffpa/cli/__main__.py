@@ -1,0 +1,3 @@
+from ffpa.cli import main
+
+main()
