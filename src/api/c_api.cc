@@ -57,7 +57,7 @@ ffpa_status plan_pass(const Caller* caller, ffpa_plan* plan) {
     plan->struct_size = sizeof(ffpa_plan);
     plan->workspace_bytes = d.choice.workspace_bytes;
     plan->fingerprint = fingerprint(problem);
-    plan->kernel = static_cast<int32_t>(d.kernel - kernels().data());
+    plan->kernel = static_cast<int32_t>(d.kernel - kernel_table().data());
     plan->num_splits = d.choice.num_splits;
     plan->num_threads = d.choice.num_threads;
     log_plan(problem, plan->fingerprint, d);
@@ -77,8 +77,8 @@ ffpa_status run_pass(const Caller* caller, const ffpa_plan* plan, void* workspac
     if (plan->fingerprint != fingerprint(problem))
       return invalid("plan: must have been made for this problem's extents, strides, dtypes, options and alignment, but its "
                      "fingerprint differs (", describe(problem), ")");
-    if (plan->kernel < 0 || plan->kernel >= static_cast<int32_t>(kernels().size()) ||
-        kernels()[plan->kernel].pass != problem.pass)
+    if (plan->kernel < 0 || plan->kernel >= static_cast<int32_t>(kernel_table().size()) ||
+        kernel_table()[plan->kernel].pass != problem.pass)
       return invalid("plan: must be as ffpa_*_plan filled it, but its kernel is ", plan->kernel);
     if (workspace_bytes < plan->workspace_bytes)
       return {FFPA_WORKSPACE, words("workspace_bytes: must be at least the plan's, ", plan->workspace_bytes, ", but is ",
@@ -89,7 +89,7 @@ ffpa_status run_pass(const Caller* caller, const ffpa_plan* plan, void* workspac
       return {FFPA_WORKSPACE, words("workspace: must be aligned to 256 bytes, but is off by ",
                                     reinterpret_cast<uintptr_t>(workspace) % 256)};
     const Choice choice{plan->workspace_bytes, plan->num_splits, plan->num_threads};
-    return kernels()[plan->kernel].run(problem, choice, workspace, stream);
+    return kernel_table()[plan->kernel].run(problem, choice, workspace, stream);
   });
 }
 
@@ -202,14 +202,14 @@ ffpa_status ffpa_append(const ffpa_append_problem* problem, void*) {
   });
 }
 
-int ffpa_kernel_count(void) { return static_cast<int>(kernels().size()); }
+int ffpa_kernel_count(void) { return static_cast<int>(kernel_table().size()); }
 
 ffpa_status ffpa_kernel_at(int index, ffpa_kernel_info* info) {
   return guarded([&]() -> Status {
     if (Status s = check_info(info, "ffpa_kernel_info"); s.code != FFPA_OK) return s;
     if (index < 0 || index >= ffpa_kernel_count())
       return invalid("index: must be from 0 to ", ffpa_kernel_count() - 1, ", but is ", index);
-    const Kernel& k = kernels()[index];
+    const Kernel& k = kernel_table()[index];
     *info = {sizeof(*info), k.name,   k.summary, static_cast<int32_t>(k.pass), k.engine, k.machine_lacks() == nullptr,
              k.dtypes,      k.min_d, k.max_d};
     return ok();

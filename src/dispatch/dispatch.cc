@@ -114,7 +114,7 @@ std::string row_refuses(const Kernel& k, const Problem& p) {
 
 }  // namespace
 
-std::span<const Kernel> kernels() { return kTable; }
+std::span<const Kernel> kernel_table() { return kTable; }
 
 Decision decide(const Problem& p) {
   Decision d;

@@ -11,7 +11,7 @@
 namespace ffpa {
 
 // All rows of kernels.def, in its order. The index into it is ffpa_plan.kernel.
-std::span<const Kernel> kernels();
+std::span<const Kernel> kernel_table();
 
 struct Refused {
   const Kernel* kernel;
