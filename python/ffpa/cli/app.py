@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-console = Console()
+console = Console(width=None if Console().is_terminal else 150)  # a log keeps whole lines
 
 
 def _need_torch(command: str) -> None:

@@ -1,7 +1,7 @@
 """Timing in interleaved pairs.
 
 One round runs every implementation once, in an order that turns by one from round to round, so that a change of the
-machine's clock or of its other load meets all of them alike. A turn first makes one call that is not timed (it wakes the
+machine's clock or of its other load meets all of them alike. A turn first makes a call that is not timed (it wakes the
 threads and warms caches that another's turn left cold), then times calls until `TURN_SECONDS` are over. Figures are
 medians over the rounds; a ratio is the median of the ratios within a round; a spread is half the distance between the
 quartiles. On CUDA, calls are timed by events on the stream, and the L2 cache is overwritten before each.

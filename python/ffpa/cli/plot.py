@@ -29,7 +29,7 @@ def _kind(row: Row) -> str:
 
 def _short_label(row: Row, shared: set[str]) -> str:
     """The parts of the case's label that differ within its panel."""
-    return " ".join(part for part in row.case.label.split() if part not in shared)
+    return " ".join(part for part in row.case.label.split()[1:] if part not in shared)
 
 
 def _panel(axes: Axes, rows: Sequence[Row], names: list[str], baseline: str) -> None:
@@ -45,7 +45,7 @@ def _panel(axes: Axes, rows: Sequence[Row], names: list[str], baseline: str) -> 
             text = f"{value:.3g}" + (f"  ({statistics.median(ratio):.2f}x {baseline})" if ratio else "")
             axes.text(value + widest * 0.01, position, text if value else "refused", va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [_short_label(row, shared) for row in rows], fontsize=9)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # first case on top
     axes.set_xlim(0, widest * 1.25)
     axes.set_title(
         f"{TITLES[_kind(rows[0])]}   {' '.join(p for p in rows[0].case.label.split()[1:] if p in shared)}",
