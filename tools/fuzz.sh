@@ -13,5 +13,5 @@ for fuzzer in "${fuzzers[@]}"; do
   [[ -d fuzz/seeds/$name ]] && seeds=("fuzz/seeds/$name")
   echo "fuzz $name: $((seconds / ${#fuzzers[@]})) s"
   "$fuzzer" "$corpus" "${seeds[@]}" -max_total_time=$((seconds / ${#fuzzers[@]})) -timeout=20 -rss_limit_mb=4096 \
-    -artifact_prefix="$build/crashes/$name-" -print_final_stats=1 -verbosity=0
+    -artifact_prefix="$build/crashes/$name-" -print_final_stats=1 -print_funcs=0 -verbosity=0
 done

@@ -8,14 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ffpa
 import pytest
 import torch
+from typer.testing import CliRunner, Result
+
+import ffpa
 from ffpa import _native
 from ffpa.cli import check, machine, measure, peers, results
 from ffpa.cli.app import app
 from ffpa.cli.cases import SETS, Case, bytes_touched, flops, visible_pairs
-from typer.testing import CliRunner, Result
 
 TINY = ["bench", "--rows", "48", "--dim", "64", "--heads", "2", "--rounds", "3", "--seconds", "0.01"]
 
@@ -29,7 +30,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "TURN_SECONDS", 1e-4)
 
 
-# ------------------------------------------------------------------------------------------------------- what is counted
+# ------------------------------------------------------------------------------------------------------ what is counted
 
 
 @pytest.mark.parametrize("n_q", [1, 2, 7, 30])
@@ -89,7 +90,7 @@ def test_a_case_refuses_what_it_cannot_be(change: dict[str, object], words: str)
         Case(**change)  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------------ how it is measured
+# --------------------------------------------------------------------------------------------------- how it is measured
 
 
 def test_rounds_are_interleaved_and_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_every_installed_cpu_peer_computes_the_same() -> None:
         torch.testing.assert_close(got, expected.float(), msg=name)
 
 
-# ---------------------------------------------------------------------------------------------------------------- commands
+# ------------------------------------------------------------------------------------------------------------- commands
 
 
 def test_info_lists_every_kernel_and_the_version() -> None:
