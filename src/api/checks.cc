@@ -121,14 +121,17 @@ void check_range(const char* name, int64_t value, int64_t lowest, int64_t highes
   }
 }
 
-void check_apart(const Arg& written, std::initializer_list<Arg> others) {
+void check_apart(const Arg& written, const Arg& other) {
   const auto empty = [](const ffpa_tensor& t) {
     return !present(t) || std::any_of(t.extent, t.extent + t.rank, [](int64_t e) { return e == 0; });
   };
-  if (empty(written.t)) return;
-  for (const Arg& other : others)
-    if (&other.t != &written.t && !empty(other.t) && other.t.data == written.t.data)
-      refuse(written.name, ": is written, so it must not share memory with ", other.name, ", but both start at the same address");
+  if (&other.t == &written.t || other.t.data != written.t.data || empty(written.t) || empty(other.t)) return;
+  refuse(written.name, ": is written, so it must not share memory with ", other.name, ", but both start at the same address");
+}
+
+void give_address(ffpa_tensor& t) {
+  alignas(256) static char nothing[256];
+  if (present(t) && !t.data) t.data = nothing;
 }
 
 void check_int32_vector(const Arg& arg, const char* symbol, const char* whose, int64_t extent, const Arg& device) {

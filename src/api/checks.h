@@ -62,8 +62,10 @@ void check_extent(const Arg& arg, int axis, const char* symbol, const char* whos
 void check_broadcast(const Arg& arg, int axis, const char* symbol, int64_t wanted);
 void check_flag(const char* name, int32_t value);
 void check_range(const char* name, int64_t value, int64_t lowest, int64_t highest);
-// A written tensor must not start where another tensor starts.
-void check_apart(const Arg& written, std::initializer_list<Arg> others);
+// A written tensor must not start where another one does.
+void check_apart(const Arg& written, const Arg& other);
+// An empty tensor may come with a null pointer; engines add strides to pointers before they look at extents, so it gets an address.
+void give_address(ffpa_tensor& t);
 
 // Host-readable int32 vectors. False if the values cannot be read here (device memory).
 inline bool readable(const Arg& arg) { return present(arg.t) && arg.t.device_type == FFPA_CPU; }

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "api/checks.h"
+#include "core/tensors.h"
 
 namespace ffpa {
 namespace {
@@ -268,6 +269,12 @@ void check_gradient(const Arg& gradient, const Arg& of, const Arg& q) {
              gradient.extent(axis));
 }
 
+void finish(std::initializer_list<Arg> written, Problem* problem) {
+  for (const Arg& arg : written)
+    backward_tensors(problem->args, [&](const char* name, const ffpa_tensor& t) { check_apart(arg, {name, t}); });
+  backward_tensors(problem->args, [](const char*, ffpa_tensor& t) { give_address(t); });
+}
+
 }  // namespace
 
 Status validate(const ffpa_forward_problem* caller, Problem* problem) {
@@ -278,9 +285,7 @@ Status validate(const ffpa_forward_problem* caller, Problem* problem) {
     problem->args.forward = *caller;
     const Args a(problem->args.forward);
     check_forward(a, problem);
-    for (const Arg& written : {a.o, a.lse})
-      check_apart(written, {a.q, a.k, a.v, a.o, a.lse, a.mask, a.bias, a.alibi_slopes, a.sinks, a.cu_seqlens_q, a.cu_seqlens_kv,
-                            a.seqlens_kv, a.block_table, a.kv_batch_idx, a.dropout_state});
+    finish({a.o, a.lse}, problem);
   });
 }
 
@@ -307,9 +312,7 @@ Status validate(const ffpa_backward_problem* caller, Problem* problem) {
     for (const auto& [gradient, of] : gradients)
       if (given(gradient)) check_gradient(gradient, of, a.q), any = true;
     if (!any) refuse("dq, dk, dv, dbias, dsinks: at least one must be given, but all are absent");
-    for (const auto& [gradient, of] : gradients)
-      check_apart(gradient, {a.q, a.k, a.v, a.o, a.lse, a.mask, a.bias, a.alibi_slopes, a.sinks, a.cu_seqlens_q, a.cu_seqlens_kv,
-                             a.seqlens_kv, a.kv_batch_idx, a.dropout_state, dout, dlse, dq, dk, dv, dbias, dsinks});
+    finish({dq, dk, dv, dbias, dsinks}, problem);
   });
 }
 

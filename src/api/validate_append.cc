@@ -5,6 +5,7 @@
 
 #include "api/checks.h"
 #include "api/validate.h"
+#include "core/tensors.h"
 
 namespace ffpa {
 namespace {
@@ -144,14 +145,15 @@ void check_rotation(const AppendArgs& a, Append* p) {
 }
 
 // In place is fine for q; everything else written must stand apart.
-void check_memory(const AppendArgs& a) {
-  const std::initializer_list<Arg> all = {a.k_new, a.v_new, a.k_cache, a.v_cache, a.seqlens_kv, a.block_table, a.kv_batch_idx,
-                                          a.rotary_cos, a.rotary_sin, a.q, a.q_rotated};
-  check_apart(a.k_cache, all);
-  check_apart(a.v_cache, all);
+void check_memory(const AppendArgs& a, Append* p) {
   const ffpa_tensor &q = a.q.t, &rotated = a.q_rotated.t;
-  if (q.data == rotated.data && std::equal(q.stride, q.stride + FFPA_MAX_RANK, rotated.stride)) return;
-  check_apart(a.q_rotated, all);
+  const bool in_place = std::equal(q.stride, q.stride + FFPA_MAX_RANK, rotated.stride);
+  append_tensors(p->args, [&](const char* name, const ffpa_tensor& t) {
+    check_apart(a.k_cache, {name, t});
+    check_apart(a.v_cache, {name, t});
+    if (&t != &q || !in_place) check_apart(a.q_rotated, {name, t});
+  });
+  append_tensors(p->args, [](const char*, ffpa_tensor& t) { give_address(t); });
 }
 
 }  // namespace
@@ -168,7 +170,7 @@ Status validate(const ffpa_append_problem* caller, Append* append) {
     check_rows(a, append);
     check_places(a, append);
     check_rotation(a, append);
-    check_memory(a);
+    check_memory(a, append);
   });
 }
 

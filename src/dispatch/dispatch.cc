@@ -9,6 +9,7 @@
 #include <string_view>
 #include <unordered_set>
 
+#include "core/tensors.h"
 #include "core/words.h"
 
 // Declarations of every kernel's functions, straight from the table.
@@ -229,14 +230,10 @@ class Hash {
 }  // namespace
 
 uint64_t fingerprint(const Problem& p) {
-  const ffpa_backward_problem& b = p.args;
   const ffpa_forward_problem& f = p.fwd();
   Hash h;
   h.add_signed(static_cast<int64_t>(p.pass));
-  for (const ffpa_tensor* t : {&f.q, &f.k, &f.v, &f.o, &f.lse, &f.mask, &f.bias, &f.alibi_slopes, &f.sinks, &f.cu_seqlens_q,
-                               &f.cu_seqlens_kv, &f.seqlens_kv, &f.block_table, &f.kv_batch_idx, &f.dropout_state, &b.dout,
-                               &b.dlse, &b.dq, &b.dk, &b.dv, &b.dbias, &b.dsinks})
-    h.add(*t);
+  backward_tensors(p.args, [&](const char*, const ffpa_tensor& t) { h.add(t); });
   for (double option : {p.scale, f.softcap, f.dropout_p}) h.add(option);
   for (int64_t option : {f.window_left, f.window_right, f.max_seqlen_q, f.max_seqlen_kv}) h.add_signed(option);
   for (int32_t option : {f.causal, f.anchor, f.deterministic, f.batch_invariant, f.num_splits, f.num_threads, f.engine})
