@@ -20,6 +20,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -38,7 +39,7 @@ QUESTIONS = [
     "How do I step through my program and look at its variables?",
 ]
 NEIGHBOURS = 5
-PASSAGES = 512
+PASSAGES = 256
 console = Console(width=130)
 
 
@@ -53,7 +54,7 @@ def passages() -> list[str]:
             text = " ".join(paragraph.split())
             if 40 <= len(text.split()) <= 120 and text[0].isupper() and "::=" not in text:
                 found[text] = None
-    return list(found)[:PASSAGES]
+    return list(found)[:: max(1, len(found) // PASSAGES)][:PASSAGES]
 
 
 def embed(model: torch.nn.Module, tokenizer: object, texts: list[str]) -> torch.Tensor:
@@ -161,6 +162,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     ffpa.integrations.transformers.register()
+    transformers.utils.logging.disable_progress_bar()
     agreed = {"neighbours": embeddings_agree(), "tokens": tokens_agree()}
 
     console.print("\n[bold]3. Speed[/]: a short bench against torch's SDPA")

@@ -73,7 +73,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instea
     console.print(f"ffpa {_native.version()}  ({_native.library_path()})", highlight=False)
     console.print(f"with {packages}", highlight=False)
 
-    table = Table(title="devices", title_justify="left")
+    table = Table()
     for heading in ("device", "name", "features", "processors", "memory"):
         table.add_column(heading, justify="right" if heading in ("processors", "memory") else "left")
     for device in devices:
@@ -84,9 +84,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instea
             str(device.processors),
             f"{device.memory_bytes / 2**30:.1f} GiB",
         )
-    console.print(table)
+    _show("devices", table)
 
-    table = Table(title="kernels, best first", title_justify="left")
+    table = Table()
     for heading in ("kernel", "pass", "engine", "dtypes", "head dims", "here", "idea"):
         table.add_column(heading, no_wrap=heading in ("kernel", "dtypes"))
     for kernel in kernels:
@@ -94,7 +94,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instea
         table.add_row(
             kernel.name, kernel.pass_, kernel.engine, " ".join(kernel.dtypes), _widths(kernel), usable, kernel.summary
         )
-    console.print(table)
+    _show("kernels, best first", table)
 
 
 # ---------------------------------------------------------------------------------------------------------------- check
@@ -115,10 +115,7 @@ def check(
     if not chosen:
         known = ", ".join(k.name for k in _native.kernels() if k.usable)
         raise _refuse(f"--kernel: no usable kernel's name contains {kernel!r}; usable are {known}")
-    table = Table(
-        title=f"{len(PROBLEMS)} problems a line; worst = largest share of the allowed error in use",
-        title_justify="left",
-    )
+    table = Table()
     for heading in ("kernel", "dtype", "right", "refused", "wrong", "worst"):
         table.add_column(heading, justify="left" if heading in ("kernel", "dtype") else "right", no_wrap=True)
     details: list[Outcome] = []
@@ -141,7 +138,7 @@ def check(
                 Text(f"{worst:.0%}", style="red" if worst > 1 else ""),
             )
             progress.advance(task)
-    console.print(table)
+    _show(f"{len(PROBLEMS)} problems a line; worst = largest share of the allowed error in use", table)
     wrong = [o for o in details if o.failed]
     for o in details if verbose else wrong:
         verdict = o.failed or (f"refused: {o.refused}" if o.refused else f"right, {o.worst:.0%} of the allowed error")
@@ -262,14 +259,14 @@ def _list_bench() -> None:
     from ffpa.cli.cases import SETS
     from ffpa.cli.peers import PEERS
 
-    table = Table("--set", "cases", "what", title="named shapes", title_justify="left")
+    table = Table("--set", "cases", "what")
     for name, (what, make) in SETS.items():
         table.add_row(name, str(len(make())), what)
-    console.print(table)
-    table = Table("--peers", "here", "what", title="rivals", title_justify="left")
+    _show("named shapes", table)
+    table = Table("--peers", "here", "what")
     for peer in PEERS:
         table.add_row(peer.name, "yes" if peer.installed else "no", peer.note)
-    console.print(table)
+    _show("rivals", table)
 
 
 def _run_bench(
@@ -303,7 +300,7 @@ def _run_bench(
     console.print(
         f"{host.get('device') or host['cpu']}, {host['threads']} threads, commit {host['commit']}", highlight=False
     )
-    console.print(results.table(measured, chosen))
+    _show("medians; ± is half the distance between the quartiles", results.table(measured, chosen))
     for peer in chosen:
         found = results.summary(measured, peer)
         if found:
@@ -412,6 +409,13 @@ def explain(
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     console.print(str(answer), highlight=False, markup=False, soft_wrap=True)
+    if answer.error:
+        raise typer.Exit(1)
+
+
+def _show(title: str, table: Table) -> None:
+    console.print(title, style="bold")
+    console.print(table)
 
 
 def _progress() -> Progress:

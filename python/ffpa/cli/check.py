@@ -67,7 +67,7 @@ def plain_attention(
         visible = visible & (j <= diagonal + window[1])
     visible = visible if mask is None else visible & mask
 
-    hidden = torch.full_like(s[..., :1], -math.inf)
+    hidden = s.new_full((*s.shape[:3], 1), -math.inf)
     logits = torch.where(visible, s, hidden)
     if sinks is not None:
         logits = torch.cat([logits, sinks.to(s.dtype).reshape(1, -1, 1, 1).expand_as(hidden)], -1)

@@ -56,7 +56,7 @@ def rate(value: float) -> str:
 
 def table(rows: list[Row], peers: list[str]) -> Table:
     """One line a case. The ratio columns say how many times faster ffpa is than the peer."""
-    grid = Table(title="figures are medians; ± is half the distance between the quartiles", title_justify="left")
+    grid = Table()
     grid.add_column("case", no_wrap=True)
     for heading in ("ffpa", "FLOP/s", "B/s"):
         grid.add_column(heading, justify="right", no_wrap=True)
