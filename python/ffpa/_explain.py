@@ -33,7 +33,8 @@ class Explanation:
     error: str | None
     """Why the call would raise, naming argument, rule and value; None if it would not."""
     fallback: str | None
-    """SDPA's arguments only: why a patched call would be handed to torch (see ffpa.patch_sdpa); None if ffpa takes it."""
+    """SDPA's arguments only: why a patched call would be handed to torch (see ffpa.patch_sdpa); None if ffpa takes
+    it."""
 
     def __str__(self) -> str:
         lines = []
@@ -48,14 +49,18 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, backward: bool = False, **options: Any) -> Explanation:
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, *arguments: Any, backward: bool = False, **options: Any
+) -> Explanation:
     """What would run for these arguments, without running it.
 
     Takes the arguments of :func:`ffpa.attention`, or those of :func:`ffpa.scaled_dot_product_attention` (``attn_mask``,
-    ``dropout_p`` and ``is_causal`` also by position); the latter if ``attn_mask``, ``is_causal`` or ``enable_gqa`` is among them,
-    or nothing but ``dropout_p`` and ``scale``, which mean the same in both. ``backward``: explain the backward pass.
+    ``dropout_p`` and ``is_causal`` also by position); the latter if ``attn_mask``, ``is_causal`` or ``enable_gqa`` is
+    among them, or nothing but ``dropout_p`` and ``scale``, which mean the same in both. ``backward``: explain the
+    backward pass.
 
-    A call that would raise is explained by its ``error``. TypeError for arguments of both functions mixed, or of neither.
+    A call that would raise is explained by its ``error``. TypeError for arguments of both functions mixed, or of
+    neither.
     """
     if not (arguments or any(name in options for name in _SDPA_ONLY)):
         plain = options.keys() <= {"dropout_p", "scale"}
@@ -82,7 +87,8 @@ def _sdpa_arguments(
 
 
 def _parse(text: str, fallback: str | None) -> Explanation:
-    """From the lines of ffpa_forward_explain (ffpa.h): "error: ", "kernel: ", "engine: ", "workspace: ", "splits: ", "refused NAME: "."""
+    """From the lines of ffpa_forward_explain (ffpa.h): "error: ", "kernel: ", "engine: ", "workspace: ", "splits: ",
+    "refused NAME: "."""
     fields: dict[str, str] = {}
     refused = []
     for line in text.splitlines():

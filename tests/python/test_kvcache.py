@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from formula import attend, rotate, tolerance
 from torch import Tensor
 
 from ffpa import flash_attn_with_kvcache
+from formula import attend, rotate, tolerance
 
 B, CAPACITY, H_Q, H_KV, D = 3, 40, 4, 2, 32
 LENGTHS = [7, 0, 33]
@@ -24,7 +24,9 @@ class Cache:
     """Dense or paged, with NaN wherever no key lies; `content` is what each sequence holds, in order."""
 
     def __init__(self, rows: int | None, indexed: bool = False, d: int = D, dtype: torch.dtype = torch.float32) -> None:
-        self.content = [[randn(n, H_KV, d, seed=10 + s + b, dtype=dtype) for s in (0, 50)] for b, n in enumerate(LENGTHS)]
+        self.content = [
+            [randn(n, H_KV, d, seed=10 + s + b, dtype=dtype) for s in (0, 50)] for b, n in enumerate(LENGTHS)
+        ]
         self.table: Tensor | None = None
         self.index: Tensor | None = None
         if rows is None:
@@ -142,7 +144,9 @@ def test_lengths_as_an_int_and_a_full_cache() -> None:
         got = flash_attn_with_kvcache(q, k, v, cache_seqlens=n, causal=True)
         wanted = flash_attn_with_kvcache(q, k[:, :n], v[:, :n], causal=True)
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-    table = torch.arange(6, dtype=torch.int32).view(2, 3)  # an int counts for each sequence, however many pages there are
+    table = torch.arange(6, dtype=torch.int32).view(
+        2, 3
+    )  # an int counts for each sequence, however many pages there are
     pages = [x.reshape(6, 3, H_KV, D) for x in (k, v)]
     got = flash_attn_with_kvcache(q, *pages, cache_seqlens=5, block_table=table)
     torch.testing.assert_close(got, flash_attn_with_kvcache(q, k, v, cache_seqlens=5), rtol=1e-6, atol=1e-6)
@@ -162,7 +166,11 @@ def test_leftpad(case: str) -> None:
     )
     for b in range(B):
         keys, values = (torch.cat([old, x[b]])[int(pad[b]) :] for old, x in zip(cache.content[b], (k, v), strict=True))
-        check(out[b].transpose(0, 1), attend(*(x.transpose(0, 1) for x in (q[b], keys, values)), **how)[0], f"sequence {b}")
+        check(
+            out[b].transpose(0, 1),
+            attend(*(x.transpose(0, 1) for x in (q[b], keys, values)), **how)[0],
+            f"sequence {b}",
+        )
 
 
 def test_steps_of_a_decode_equal_one_prefill() -> None:
@@ -173,7 +181,9 @@ def test_steps_of_a_decode_equal_one_prefill() -> None:
     for n in (4, 1, 1, 3, 3):
         piece = slice(length, length + n)
         steps.append(
-            flash_attn_with_kvcache(q[:, piece], k_cache, v_cache, k[:, piece], v[:, piece], cache_seqlens=length, causal=True)
+            flash_attn_with_kvcache(
+                q[:, piece], k_cache, v_cache, k[:, piece], v[:, piece], cache_seqlens=length, causal=True
+            )
         )
         length += n
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-5)
@@ -211,25 +221,28 @@ def test_compile_fullgraph() -> None:
 
 
 Q, KV, NEW = torch.zeros(2, 1, 4, 8), torch.zeros(2, 6, 2, 8), torch.zeros(2, 1, 2, 8)
-TURN = torch.zeros(9, 4)
+TURN, PAGES = torch.zeros(9, 4), int32([[0], [1]])
+APPEND: dict[str, Any] = dict(k=NEW, v=NEW, cache_seqlens=0)
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (RuntimeError, "v: k and v must be given together", dict(k=NEW, cache_seqlens=0)),
     (RuntimeError, "cache_seqlens: must say where", dict(k=NEW, v=NEW)),
-    (RuntimeError, "rotary_sin: .*together", dict(k=NEW, v=NEW, cache_seqlens=0, rotary_cos=TURN)),
+    (RuntimeError, "rotary_sin: .*together", dict(APPEND, rotary_cos=TURN)),
     (RuntimeError, "rotary_cos: needs new keys", dict(rotary_cos=TURN, rotary_sin=TURN)),
-    (RuntimeError, "rotary_cos: must have 2 dim", dict(k=NEW, v=NEW, cache_seqlens=0, rotary_cos=TURN[0], rotary_sin=TURN[0])),
-    (RuntimeError, "cache_batch_idx: must be None with block_table", dict(block_table=int32([[0], [1]]), cache_batch_idx=int32([0, 1]))),
+    (RuntimeError, "rotary_cos: must have 2 dim", dict(APPEND, rotary_cos=TURN[0], rotary_sin=TURN[0])),
+    (RuntimeError, "cache_batch_idx: must be None with", dict(block_table=PAGES, cache_batch_idx=int32([0, 1]))),
     (RuntimeError, "cache_batch_idx: dtype must be torch.int32", dict(cache_batch_idx=torch.tensor([0, 1]))),
+    (RuntimeError, "cache_leftpad: must be None with", dict(block_table=PAGES, cache_leftpad=int32([0, 1]))),
+    (RuntimeError, "cache_leftpad: must not be negative", dict(cache_leftpad=int32([0, -1]))),
     (RuntimeError, "cache_leftpad: must have B elements, 2, but has 1", dict(cache_leftpad=int32([0]))),
     (RuntimeError, "cache_seqlens: must have B elements", dict(cache_seqlens=int32([1, 2, 3]))),
     (RuntimeError, "cache_seqlens: dtype must be torch.int32", dict(cache_seqlens=torch.tensor([1, 2]))),
     (RuntimeError, "cache_seqlens: must be in", dict(cache_seqlens=-1)),
     (TypeError, "cache_seqlens: must be an int", dict(cache_seqlens=1.5)),
     (RuntimeError, "seqlens_kv", dict(cache_seqlens=7)),
-    (RuntimeError, "seqlens_kv", dict(k=NEW, v=NEW, cache_seqlens=int32([0, 6]))),
+    (RuntimeError, "seqlens_kv", dict(APPEND, cache_seqlens=int32([0, 6]))),
     (RuntimeError, "kv_batch_idx", dict(cache_batch_idx=int32([0, 5]))),
     (RuntimeError, "block_table", dict(block_table=int32([[0], [9]]), cache_seqlens=1)),
-    (RuntimeError, "k_new", dict(k=NEW[..., :4], v=NEW, cache_seqlens=0)),
+    (RuntimeError, "k_new", dict(APPEND, k=NEW[..., :4])),
     (RuntimeError, "num_splits", dict(num_splits=-1)),
 ]  # fmt: skip
 
