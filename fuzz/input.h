@@ -61,7 +61,8 @@ class Tensors {
     int64_t step = gaps ? 1 + in_.upto(2) : 1;
     for (int i = t.rank - 1; i >= 0; --i) {
       t.stride[order[i]] = broadcast && in_.coin() ? 0 : step;
-      step = step * std::max<int64_t>(t.extent[order[i]], 1) + (gaps ? in_.upto(3) : 0);
+      const auto extent = static_cast<uint64_t>(std::max<int64_t>(t.extent[order[i]], 1));  // may be absurd: let it wrap
+      step = static_cast<int64_t>(static_cast<uint64_t>(step) * extent + static_cast<uint64_t>(gaps ? in_.upto(3) : 0));
     }
     if (in_.rarely()) breaks(t);
     allocate(t);

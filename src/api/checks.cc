@@ -2,7 +2,6 @@
 #include "api/checks.h"
 
 #include <algorithm>
-#include <array>
 
 namespace ffpa {
 namespace {
@@ -33,13 +32,14 @@ void check_sizes(const Arg& arg) {
 // are refused too: no tensor library makes them.
 void check_no_overlap(const Arg& arg) {
   const ffpa_tensor& t = arg.t;
-  std::array<int, FFPA_MAX_RANK> axes{};
-  int count = 0;
+  int axes[FFPA_MAX_RANK] = {}, count = 0;  // by stride, smallest first
   for (int axis = 0; axis < t.rank; ++axis) {
     if (t.extent[axis] == 0) return;
-    if (t.extent[axis] > 1) axes[count++] = axis;
+    if (t.extent[axis] == 1) continue;
+    int at = count++;
+    for (; at > 0 && t.stride[axes[at - 1]] > t.stride[axis]; --at) axes[at] = axes[at - 1];
+    axes[at] = axis;
   }
-  std::sort(axes.begin(), axes.begin() + count, [&](int a, int b) { return t.stride[a] < t.stride[b]; });
   int64_t reach = 1;
   for (int i = 0; i < count; ++i) {
     const int axis = axes[i];

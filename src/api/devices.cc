@@ -23,7 +23,9 @@ std::string cpu_features() {
   std::string text;
 #if defined(__x86_64__)
   const auto add = [&](bool has, const char* name) {
-    if (has) text += (text.empty() ? "" : " ") + std::string(name);
+    if (!has) return;
+    if (!text.empty()) text += ' ';
+    text += name;
   };
   __builtin_cpu_init();
   add(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), "avx2");
