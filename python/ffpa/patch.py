@@ -177,9 +177,10 @@ def why_not_taken(
     enable_gqa: bool = False,
 ) -> str | None:
     """Why a patched call with these arguments would be handed to torch, as "kind: sentence"; None if ffpa takes it."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    compiling = torch.compiler.is_compiling()
+    if torch.compiler.is_exporting() or (not compiling and torch._C._get_tracing_state() is not None):
         return "export: an exported or traced program keeps torch's own operator, so that it runs without ffpa"
-    if not torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled():
+    if not compiling and torch._C._is_torch_function_mode_enabled():
         for mode in _get_current_function_mode_stack():
             if not isinstance(mode, DeviceContext):  # torch.set_default_device, which does not mind
                 return f"function mode: {type(mode).__name__} is active and may want to see torch's function"

@@ -329,7 +329,7 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (TypeError, "k: must be a tensor", lambda: flash_attn_func(Q, None, K)),  # type: ignore[arg-type]
     (RuntimeError, "q: must have 4 dimensions .*but has 3", lambda: flash_attn_func(Q[0], K, K)),
     (RuntimeError, "D_qk", lambda: flash_attn_func(Q, K[..., :4], K)),
-    (RuntimeError, "k: ", lambda: flash_attn_func(Q, K[:1], K)),
+    (RuntimeError, "k: ", lambda: flash_attn_func(Q, K[:1], K[:1])),
     (RuntimeError, "v: ", lambda: flash_attn_func(Q, K, K[:, :4])),
     (RuntimeError, "H_", lambda: flash_attn_func(Q[:, :, :3], K, K)),
     (RuntimeError, "dtype", lambda: flash_attn_func(Q, K.half(), K)),
