@@ -1,8 +1,9 @@
 // Fuzzes validation, planning and every CPU kernel through the C ABI. SPDX-License-Identifier: Apache-2.0
 //
-// An input becomes a small forward or backward problem, mostly valid, with any options and layouts. It must be refused in words, or:
-// run without touching memory it does not own (AddressSanitizer), give the same bits when outputs and workspace held something else
-// before (so every output is written and nothing stale is read), and agree with the reference engine.
+// An input becomes a small forward or backward problem, mostly valid, with any options and layouts. It must be refused
+// in words, or: run without touching memory it does not own (AddressSanitizer), give the same bits when outputs and
+// workspace held something else before (so every output is written and nothing stale is read), and agree with the
+// reference engine.
 #include <cmath>
 #include <cstdio>
 
@@ -54,7 +55,8 @@ void fill_tensors(Input& in, Tensors& m, ffpa_forward_problem& p, const Shape& s
     const int64_t rows = 1 + in.upto(4), per_sequence = (s.n_kv + rows - 1) / rows;
     kv_batch = 1 + in.upto(7);
     n_kv = rows;
-    p.block_table = m.int32s(numbers(in, s.b * std::max<int64_t>(per_sequence, 1), kv_batch - 1), std::max<int64_t>(per_sequence, 1));
+    p.block_table = m.int32s(numbers(in, s.b * std::max<int64_t>(per_sequence, 1), kv_batch - 1),
+                             std::max<int64_t>(per_sequence, 1));
     p.seqlens_kv = m.int32s(numbers(in, s.b, per_sequence * rows));
   }
   if (mode == 4) {
@@ -72,7 +74,8 @@ void fill_tensors(Input& in, Tensors& m, ffpa_forward_problem& p, const Shape& s
   const int64_t columns = mode == 2 ? s.n_kv + 4 : n_kv;
   const auto extent = [&](int64_t full) { return in.byte() % 4 == 3 ? 1 : full; };
   if (extras & 1) p.mask = m.make(FFPA_BOOL, {extent(s.b), extent(h_q), extent(n_q), extent(columns)});
-  if (extras & 2) p.bias = m.make(extras & 4 ? s.dtype : FFPA_FP32, {extent(s.b), extent(h_q), extent(n_q), extent(columns)});
+  if (extras & 2)
+    p.bias = m.make(extras & 4 ? s.dtype : FFPA_FP32, {extent(s.b), extent(h_q), extent(n_q), extent(columns)});
   if (extras & 8) p.alibi_slopes = extras & 16 ? m.make(FFPA_FP32, {h_q}) : m.make(FFPA_FP32, {s.b, h_q});
   if (extras & 32) p.sinks = m.make(extras & 64 ? s.dtype : FFPA_FP32, {h_q});
   if (extras & 128) p.dropout_state = m.make(FFPA_INT64, {2});
@@ -87,7 +90,8 @@ void fill_options(Input& in, ffpa_forward_problem& p) {
   p.has_scale = flags >> 4 & 1;
   if (p.has_scale) p.scale = (static_cast<double>(in.byte()) - 128) / 64;
   if (flags & 32) p.softcap = static_cast<double>(in.byte()) / 8;
-  if (flags & 64) p.dropout_p = static_cast<double>(in.byte() % 10) / 10, p.dropout_seed = in.word(), p.dropout_offset = in.word();
+  if (flags & 64)
+    p.dropout_p = static_cast<double>(in.byte() % 10) / 10, p.dropout_seed = in.word(), p.dropout_offset = in.word();
   if (flags & 128) p.window_left = in.upto(12) - 1, p.window_right = in.upto(12) - 1;
   p.num_splits = static_cast<int32_t>(in.byte() % 4 ? 0 : in.upto(5));
   p.num_threads = 1 + in.byte() % 2;
@@ -122,7 +126,8 @@ void force(Input& in, ffpa_forward_problem& p, int32_t pass) {
   if (info.pass == pass && info.usable) p.kernel = info.name;
 }
 
-// -------------------------------------------------------------------------------------------------------------- running
+// --------------------------------------------------------------------------------------------------------------
+// running
 
 struct Pass {
   ffpa_forward_problem* forward;    // or
@@ -138,7 +143,9 @@ struct Pass {
     std::erase_if(all, [](const ffpa_tensor& t) { return !present(t) || !t.data; });
     return all;
   }
-  ffpa_status plan(ffpa_plan* p) const { return backward ? ffpa_backward_plan(backward, p) : ffpa_forward_plan(forward, p); }
+  ffpa_status plan(ffpa_plan* p) const {
+    return backward ? ffpa_backward_plan(backward, p) : ffpa_forward_plan(forward, p);
+  }
   ffpa_status run(const ffpa_plan& p, void* workspace, size_t bytes) const {
     return backward ? ffpa_backward_run(backward, &p, workspace, bytes, nullptr)
                     : ffpa_forward_run(forward, &p, workspace, bytes, nullptr);

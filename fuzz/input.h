@@ -38,8 +38,22 @@ class Input {
 
 // Something no caller should pass: small negatives, limits of the type, large powers of two.
 inline int64_t odd_number(Input& in) {
-  constexpr int64_t kOdd[] = {-1, -2, 0, 1, 2, 3, 7, 65535, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, int64_t{1} << 31,
-                              int64_t{1} << 40, int64_t{1} << 61, int64_t{1} << 62};
+  constexpr int64_t kOdd[] = {-1,
+                              -2,
+                              0,
+                              1,
+                              2,
+                              3,
+                              7,
+                              65535,
+                              INT32_MAX,
+                              INT32_MIN,
+                              INT64_MAX,
+                              INT64_MIN,
+                              int64_t{1} << 31,
+                              int64_t{1} << 40,
+                              int64_t{1} << 61,
+                              int64_t{1} << 62};
   const uint8_t pick = in.byte();
   return pick < 16 ? kOdd[pick] : static_cast<int64_t>(in.word());
 }
@@ -48,7 +62,8 @@ class Tensors {
  public:
   explicit Tensors(Input& in) : in_(in), noise_(in.word() | 1) {}
 
-  // Random order and gaps of strides, contiguous most often; now and then a field that breaks a rule. Floats get values in
+  // Random order and gaps of strides, contiguous most often; now and then a field that breaks a rule. Floats get values
+  // in
   // [-2, 2), now and then NaN or infinity where `wild` allows; other dtypes zeros.
   ffpa_tensor make(int32_t dtype, std::initializer_list<int64_t> extents, bool written = false) {
     ffpa_tensor t{};
@@ -61,7 +76,8 @@ class Tensors {
     int64_t step = gaps ? 1 + in_.upto(2) : 1;
     for (int i = t.rank - 1; i >= 0; --i) {
       t.stride[order[i]] = broadcast && in_.coin() ? 0 : step;
-      const auto extent = static_cast<uint64_t>(std::max<int64_t>(t.extent[order[i]], 1));  // may be absurd: let it wrap
+      const auto extent =
+          static_cast<uint64_t>(std::max<int64_t>(t.extent[order[i]], 1));  // may be absurd: let it wrap
       step = static_cast<int64_t>(static_cast<uint64_t>(step) * extent + static_cast<uint64_t>(gaps ? in_.upto(3) : 0));
     }
     if (in_.rarely()) breaks(t);
@@ -76,7 +92,8 @@ class Tensors {
     const auto [start, bytes] = block_of(t);  // its extents may have been broken: write what fits
     const auto room = static_cast<int64_t>(start + bytes - static_cast<uint8_t*>(t.data)) / 4;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t at = columns && t.rank == 2 ? i / columns * t.stride[0] + i % columns * t.stride[1] : i * t.stride[0];
+      const int64_t at =
+          columns && t.rank == 2 ? i / columns * t.stride[0] + i % columns * t.stride[1] : i * t.stride[0];
       if (at >= 0 && at < room) static_cast<int32_t*>(t.data)[at] = values[static_cast<size_t>(i)];
     }
     return t;
@@ -119,8 +136,8 @@ class Tensors {
     }
   }
 
-  // Exactly the bytes that the extents and strides reach. What is absurd, or too much work for one input, gets no memory, so that
-  // validation refuses it.
+  // Exactly the bytes that the extents and strides reach. What is absurd, or too much work for one input, gets no
+  // memory, so that validation refuses it.
   void allocate(ffpa_tensor& t) {
     int64_t reach = 1, work = 1;
     for (int axis = 0; axis < std::clamp<int32_t>(t.rank, 0, FFPA_MAX_RANK); ++axis) {

@@ -1,5 +1,5 @@
 /* Causal attention with grouped heads from plain C. SPDX-License-Identifier: Apache-2.0
- * Build: cc attention.c -lffpa -lm      Prints each row's weights, checked against the formula; exits with 1 if one is off. */
+ * Build: cc attention.c -lffpa -lm. Prints the first head's weights, checks all; exits with 1 if one is off. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

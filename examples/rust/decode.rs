@@ -21,7 +21,7 @@ fn main() {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         *y = (state >> 40) as f32 / 8388608.0 - 1.0;
     };
-    let (mut q, mut o, mut k, mut v) = (vec![0.0; B * H_Q * D], vec![0.0; B * H_Q * D], vec![0.0; B * H_KV * D], vec![0.0; B * H_KV * D]);
+    let (mut q, mut o, mut k, mut v) = (vec![0f32; B * H_Q * D], vec![0f32; B * H_Q * D], vec![0.0; B * H_KV * D], vec![0.0; B * H_KV * D]);
     let (mut k_pages, mut v_pages) = (vec![f32::NAN; B * EACH * H_KV * PAGE * D], vec![f32::NAN; B * EACH * H_KV * PAGE * D]);
     let mut table: Vec<i32> = (0..B * EACH).map(|i| (i * 5 % (B * EACH)) as i32).collect(); // any order will do
     let (mut before, mut after) = ([0i32; B], [0i32; B]); // keys of each sequence before and after a step

@@ -12,7 +12,8 @@ std::string list(const int64_t* values, int count) {
   return text + "]";
 }
 
-// Extents as a work count and strides as byte offsets must stay within int64: every engine relies on it and adds up without checks.
+// Extents as a work count and strides as byte offsets must stay within int64: every engine relies on it and adds up
+// without checks.
 void check_sizes(const Arg& arg) {
   const ffpa_tensor& t = arg.t;
   const int64_t bytes = dtype_bytes(t.dtype);
@@ -28,8 +29,8 @@ void check_sizes(const Arg& arg) {
   }
 }
 
-// Sorted by stride, each axis must step over all that the smaller ones reach. Interleaved layouts that would pass a finer test
-// are refused too: no tensor library makes them.
+// Sorted by stride, each axis must step over all that the smaller ones reach. Interleaved layouts that would pass a
+// finer test are refused too: no tensor library makes them.
 void check_no_overlap(const Arg& arg) {
   const ffpa_tensor& t = arg.t;
   int axes[FFPA_MAX_RANK] = {}, count = 0;  // by stride, smallest first
@@ -88,7 +89,8 @@ void check_tensor(const Arg& arg, int rank, Use use, const Arg& device) {
     empty |= t.extent[axis] == 0;
   }
   check_sizes(arg);
-  if (!t.data && !empty) refuse(arg.name, ": data must not be null unless an extent is 0, but extents are ", list(t.extent, rank));
+  if (!t.data && !empty)
+    refuse(arg.name, ": data must not be null unless an extent is 0, but extents are ", list(t.extent, rank));
   if (const int64_t bytes = dtype_bytes(t.dtype); bytes > 1 && reinterpret_cast<uintptr_t>(t.data) % bytes != 0)
     refuse(arg.name, ": data must be aligned to its dtype's ", bytes, " bytes, but is off by ",
            reinterpret_cast<uintptr_t>(t.data) % bytes);
@@ -102,7 +104,8 @@ void check_dtype(const Arg& arg, std::initializer_list<int32_t> allowed, const s
 
 void check_extent(const Arg& arg, int axis, const char* symbol, const char* whose, int64_t wanted) {
   if (arg.extent(axis) != wanted)
-    refuse(arg.name, ": extent ", axis, " (", symbol, ") must equal ", whose, ", ", wanted, ", but is ", arg.extent(axis));
+    refuse(arg.name, ": extent ", axis, " (", symbol, ") must equal ", whose, ", ", wanted, ", but is ",
+           arg.extent(axis));
 }
 
 void check_broadcast(const Arg& arg, int axis, const char* symbol, int64_t wanted) {
@@ -126,7 +129,8 @@ void check_apart(const Arg& written, const Arg& other) {
     return !present(t) || std::any_of(t.extent, t.extent + t.rank, [](int64_t e) { return e == 0; });
   };
   if (&other.t == &written.t || other.t.data != written.t.data || empty(written.t) || empty(other.t)) return;
-  refuse(written.name, ": is written, so it must not share memory with ", other.name, ", but both start at the same address");
+  refuse(written.name, ": is written, so it must not share memory with ", other.name,
+         ", but both start at the same address");
 }
 
 void give_address(ffpa_tensor& t) {

@@ -1,7 +1,7 @@
 // Rules of a single tensor or number, each worded with argument, rule and value. SPDX-License-Identifier: Apache-2.0
 //
-// A broken rule throws Refused, so that the rules of validate*.cc read as a list; `worded` turns it into a Status. Nothing of it
-// leaves src/api.
+// A broken rule throws Refused, so that the rules of validate*.cc read as a list; `worded` turns it into a Status.
+// Nothing of it leaves src/api.
 #pragma once
 
 #include <cstdint>
@@ -47,8 +47,8 @@ struct Arg {
 
 enum class Use { kRead, kWritten };
 
-// Rank, extents, strides, null data, alignment to the element, device. Call it first: the other rules rely on it. `device`: the
-// tensor whose device this one must share (q).
+// Rank, extents, strides, null data, alignment to the element, device. Call it first: the other rules rely on it.
+// `device`: the tensor whose device this one must share (q).
 void check_tensor(const Arg& arg, int rank, Use use, const Arg& device);
 // Absent, and not half filled in.
 bool given(const Arg& arg);
@@ -64,7 +64,8 @@ void check_flag(const char* name, int32_t value);
 void check_range(const char* name, int64_t value, int64_t lowest, int64_t highest);
 // A written tensor must not start where another one does.
 void check_apart(const Arg& written, const Arg& other);
-// An empty tensor may come with a null pointer; engines add strides to pointers before they look at extents, so it gets an address.
+// An empty tensor may come with a null pointer; engines add strides to pointers before they look at extents, so it gets
+// an address.
 void give_address(ffpa_tensor& t);
 
 // Host-readable int32 vectors. False if the values cannot be read here (device memory).

@@ -29,7 +29,8 @@ std::string cpu_features() {
   };
   __builtin_cpu_init();
   add(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), "avx2");
-  add(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"), "avx512");
+  add(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"),
+      "avx512");
   add(__builtin_cpu_supports("avx512bf16"), "avx512_bf16");
 #endif
   return text;

@@ -12,10 +12,17 @@ namespace {
 
 struct AppendArgs {
   explicit AppendArgs(const ffpa_append_problem& p)
-      : k_new{"k_new", p.k_new}, v_new{"v_new", p.v_new}, k_cache{"k_cache", p.k_cache}, v_cache{"v_cache", p.v_cache},
-        seqlens_kv{"seqlens_kv", p.seqlens_kv}, block_table{"block_table", p.block_table},
-        kv_batch_idx{"kv_batch_idx", p.kv_batch_idx}, rotary_cos{"rotary_cos", p.rotary_cos},
-        rotary_sin{"rotary_sin", p.rotary_sin}, q{"q", p.q}, q_rotated{"q_rotated", p.q_rotated} {}
+      : k_new{"k_new", p.k_new},
+        v_new{"v_new", p.v_new},
+        k_cache{"k_cache", p.k_cache},
+        v_cache{"v_cache", p.v_cache},
+        seqlens_kv{"seqlens_kv", p.seqlens_kv},
+        block_table{"block_table", p.block_table},
+        kv_batch_idx{"kv_batch_idx", p.kv_batch_idx},
+        rotary_cos{"rotary_cos", p.rotary_cos},
+        rotary_sin{"rotary_sin", p.rotary_sin},
+        q{"q", p.q},
+        q_rotated{"q_rotated", p.q_rotated} {}
   Arg k_new, v_new, k_cache, v_cache, seqlens_kv, block_table, kv_batch_idx, rotary_cos, rotary_sin, q, q_rotated;
 };
 
@@ -80,8 +87,8 @@ void check_places(const AppendArgs& a, Append* p) {
   for (int64_t b = 0; b < p->n_seqs; ++b) {
     const int64_t length = present(a.seqlens_kv.t) ? int32_at(a.seqlens_kv.t, b) : 0;
     if (length < 0 || length > capacity - p->n_new)
-      refuse("seqlens_kv: entry ", b, " plus N_new, ", p->n_new, ", must be from ", p->n_new, " to the cache's capacity, ",
-             capacity, ", but the entry is ", length);
+      refuse("seqlens_kv: entry ", b, " plus N_new, ", p->n_new, ", must be from ", p->n_new,
+             " to the cache's capacity, ", capacity, ", but the entry is ", length);
     if (p->n_new == 0) continue;
     if (!p->page_rows) {
       targets.push_back(present(a.kv_batch_idx.t) ? int32_at(a.kv_batch_idx.t, b) : b);
@@ -91,7 +98,8 @@ void check_places(const AppendArgs& a, Append* p) {
     for (int64_t i = length / p->page_rows; i <= (length + p->n_new - 1) / p->page_rows; ++i) {
       const int64_t page = static_cast<const int32_t*>(table.data)[b * table.stride[0] + i * table.stride[1]];
       if (page < 0 || page >= a.k_cache.extent(0))
-        refuse("block_table: entry [", b, ", ", i, "] must be a page, from 0 to ", a.k_cache.extent(0) - 1, ", but is ", page);
+        refuse("block_table: entry [", b, ", ", i, "] must be a page, from 0 to ", a.k_cache.extent(0) - 1, ", but is ",
+               page);
       targets.push_back(page);
     }
   }
@@ -119,7 +127,8 @@ void check_rotation(const AppendArgs& a, Append* p) {
   check_extent(a.rotary_sin, 0, "positions", "rotary_cos's", a.rotary_cos.extent(0));
   check_extent(a.rotary_sin, 1, "R/2", "rotary_cos's", a.rotary_cos.extent(1));
   if (a.rotary_cos.extent(1) > p->d_qk / 2)
-    refuse("rotary_cos: extent 1 (R/2) must be at most half of D_qk, ", p->d_qk / 2, ", but is ", a.rotary_cos.extent(1));
+    refuse("rotary_cos: extent 1 (R/2) must be at most half of D_qk, ", p->d_qk / 2, ", but is ",
+           a.rotary_cos.extent(1));
   p->rotary_columns = 2 * a.rotary_cos.extent(1);
 
   int64_t n_q = 0;
@@ -139,7 +148,8 @@ void check_rotation(const AppendArgs& a, Append* p) {
   if (a.k_new.t.device_type != FFPA_CPU) return;
   const int64_t rows = std::max(p->n_new, n_q);
   for (int64_t b = 0; b < p->n_seqs; ++b)
-    if (const int64_t length = present(a.seqlens_kv.t) ? int32_at(a.seqlens_kv.t, b) : 0; length > a.rotary_cos.extent(0) - rows)
+    if (const int64_t length = present(a.seqlens_kv.t) ? int32_at(a.seqlens_kv.t, b) : 0;
+        length > a.rotary_cos.extent(0) - rows)
       refuse("rotary_cos: extent 0 (positions) must be at least ", length + rows, " for sequence ", b, ", but is ",
              a.rotary_cos.extent(0));
 }

@@ -1,4 +1,5 @@
-// Scalar conversions between 16-bit floats and fp32, round to nearest even, any compiler. SPDX-License-Identifier: Apache-2.0
+// Scalar conversions between 16-bit floats and fp32, round to nearest even, any compiler.
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <bit>

@@ -70,15 +70,18 @@ void copy(const Row<Stored>& from, const Row<Stored>& to, int64_t begin, int64_t
 // Copies `columns` values and turns the first R of them by the angles of `position`. `from` may be `to`.
 //   interleaved: pairs (2i, 2i+1);  else pairs (i, i + R/2);  (x, y) -> (x cos - y sin, x sin + y cos)
 template <class Type, class Table>
-void rotate(const Append& a, Row<typename Type::Stored> from, Row<typename Type::Stored> to, int64_t columns, int64_t position) {
+void rotate(const Append& a, Row<typename Type::Stored> from, Row<typename Type::Stored> to, int64_t columns,
+            int64_t position) {
   using Real = typename Type::Real;
   const ffpa_tensor &cos = a.args.rotary_cos, &sin = a.args.rotary_sin;
   const int64_t half = a.rotary_columns / 2;
   for (int64_t i = 0; i < half; ++i) {
     const int64_t first = a.args.rotary_interleaved ? 2 * i : i;
     const int64_t second = a.args.rotary_interleaved ? 2 * i + 1 : i + half;
-    const Real c = Table::load(static_cast<const typename Table::Stored*>(cos.data)[position * cos.stride[0] + i * cos.stride[1]]);
-    const Real s = Table::load(static_cast<const typename Table::Stored*>(sin.data)[position * sin.stride[0] + i * sin.stride[1]]);
+    const Real c =
+        Table::load(static_cast<const typename Table::Stored*>(cos.data)[position * cos.stride[0] + i * cos.stride[1]]);
+    const Real s =
+        Table::load(static_cast<const typename Table::Stored*>(sin.data)[position * sin.stride[0] + i * sin.stride[1]]);
     const Real x = Type::load(from[first]), y = Type::load(from[second]);
     to[first] = Type::store(x * c - y * s);
     to[second] = Type::store(x * s + y * c);
@@ -101,8 +104,10 @@ void append_rows(const Append& a) {
         row %= a.page_rows;
       }
       for (int64_t h = 0; h < a.h_kv; ++h) {
-        rotate<Type, Table>(a, row_of<Stored>(p.k_new, b, h, j), row_of<Stored>(p.k_cache, batch, h, row), a.d_qk, length + j);
-        if (present(p.v_new)) copy(row_of<Stored>(p.v_new, b, h, j), row_of<Stored>(p.v_cache, batch, h, row), 0, a.d_v);
+        rotate<Type, Table>(a, row_of<Stored>(p.k_new, b, h, j), row_of<Stored>(p.k_cache, batch, h, row), a.d_qk,
+                            length + j);
+        if (present(p.v_new))
+          copy(row_of<Stored>(p.v_new, b, h, j), row_of<Stored>(p.v_cache, batch, h, row), 0, a.d_v);
       }
     }
     if (!present(p.q)) continue;

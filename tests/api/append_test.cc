@@ -72,10 +72,13 @@ struct Appending {
       p.q_rotated = m.tensor(dtype, {3, 6, 2, 10});
     }
     std::mt19937 rng(7);
-    for (ffpa_tensor* t : {&p.k_new, &p.v_new, &p.q}) if (t->rank) randomise(*t, rng);
-    for (ffpa_tensor* t : {&p.k_cache, &p.v_cache}) for (int64_t i = 0; i < count(*t); ++i) set(*t, i, kUntouched);
+    for (ffpa_tensor* t : {&p.k_new, &p.v_new, &p.q})
+      if (t->rank) randomise(*t, rng);
+    for (ffpa_tensor* t : {&p.k_cache, &p.v_cache})
+      for (int64_t i = 0; i < count(*t); ++i) set(*t, i, kUntouched);
     for (int64_t i = 0; i < 16 * rotary / 2; ++i) {
-      const double angle = static_cast<double>(i / (rotary / 2)) * std::pow(100.0, -2.0 * static_cast<double>(i % (rotary / 2)) / static_cast<double>(rotary));
+      const double angle = static_cast<double>(i / (rotary / 2)) *
+                           std::pow(100.0, -2.0 * static_cast<double>(i % (rotary / 2)) / static_cast<double>(rotary));
       set(p.rotary_cos, i, std::cos(angle));
       set(p.rotary_sin, i, std::sin(angle));
     }
@@ -104,7 +107,10 @@ TEST_P(AppendTest, FollowsPlainLoops) {
     a.p.rotary_interleaved = interleaved;
     a.p.rotary_q_fixed = fixed;
     ASSERT_EQ(ffpa_append(&a.p, nullptr), FFPA_OK) << ffpa_last_error();
-    const double tolerance = dtype == FFPA_FP64 ? 1e-14 : dtype == FFPA_FP32 ? 1e-6 : dtype == FFPA_FP16 ? 2e-3 : 1.6e-2;
+    const double tolerance = dtype == FFPA_FP64   ? 1e-14
+                             : dtype == FFPA_FP32 ? 1e-6
+                             : dtype == FFPA_FP16 ? 2e-3
+                                                  : 1.6e-2;
 
     std::map<int64_t, double> k_wanted, v_wanted;  // by element of the cache
     for (int64_t b = 0; b < 3; ++b)
@@ -116,7 +122,8 @@ TEST_P(AppendTest, FollowsPlainLoops) {
           if (cache == Cache::kPaged) batch = ints(a.p.block_table)[b * 4 + position / 3], row = position % 3;
           for (int64_t d = 0; d < 10; ++d)
             k_wanted[at(a.p.k_cache, batch, h, row, d)] = a.rotated(a.p.k_new, at(a.p.k_new, b, h, j, 0), d, position);
-          for (int64_t d = 0; d < 5; ++d) v_wanted[at(a.p.v_cache, batch, h, row, d)] = get(a.p.v_new, at(a.p.v_new, b, h, j, d));
+          for (int64_t d = 0; d < 5; ++d)
+            v_wanted[at(a.p.v_cache, batch, h, row, d)] = get(a.p.v_new, at(a.p.v_new, b, h, j, d));
         }
     ASSERT_EQ(k_wanted.size(), 3u * 2 * 4 * 10);
     for (int64_t i = 0; i < count(a.p.k_cache); ++i)
@@ -132,15 +139,16 @@ TEST_P(AppendTest, FollowsPlainLoops) {
           for (int64_t i = 0; i < 2; ++i)
             for (int64_t d = 0; d < 10; ++d) {
               const int64_t row = at(a.p.q, b, h, i, 0), position = ints(a.p.seqlens_kv)[b] + (fixed ? 0 : i);
-              ASSERT_NEAR(get(a.p.q_rotated, row + d), a.rotated(a.p.q, row, d, position), tolerance) << "q " << b << h << i << d;
+              ASSERT_NEAR(get(a.p.q_rotated, row + d), a.rotated(a.p.q, row, d, position), tolerance)
+                  << "q " << b << h << i << d;
             }
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, AppendTest,
                          testing::Combine(testing::Values(Cache::kDense, Cache::kIndexed, Cache::kPaged),
-                                          testing::Values(FFPA_FP64, FFPA_FP32, FFPA_FP16, FFPA_BF16), testing::Values(0, 8, 10),
-                                          testing::Values(0, 1), testing::Values(0, 1)));
+                                          testing::Values(FFPA_FP64, FFPA_FP32, FFPA_FP16, FFPA_BF16),
+                                          testing::Values(0, 8, 10), testing::Values(0, 1), testing::Values(0, 1)));
 
 TEST(Append, RotatesQueriesInPlaceAndAnyStrides) {
   Appending a(Cache::kDense, FFPA_FP32, 8, FFPA_FP32), b(Cache::kDense, FFPA_FP32, 8, FFPA_FP32);
@@ -152,7 +160,8 @@ TEST(Append, RotatesQueriesInPlaceAndAnyStrides) {
   ASSERT_EQ(ffpa_append(&b.p, nullptr), FFPA_OK) << ffpa_last_error();
   for (int64_t i = 0; i < count(a.p.q); ++i) ASSERT_EQ(get(a.p.q_rotated, i), get(b.p.q, i));
   for (int64_t h = 0; h < 2; ++h)
-    for (int64_t d = 0; d < 10; ++d) ASSERT_EQ(get(a.p.k_cache, at(a.p.k_cache, 1, h, 8, d)), get(b.p.k_cache, at(b.p.k_cache, 1, h, 8, d)));
+    for (int64_t d = 0; d < 10; ++d)
+      ASSERT_EQ(get(a.p.k_cache, at(a.p.k_cache, 1, h, 8, d)), get(b.p.k_cache, at(b.p.k_cache, 1, h, 8, d)));
 }
 
 TEST(Append, NothingToAppend) {
@@ -171,14 +180,17 @@ TEST(Append, Refusals) {
   };
   const Case cases[] = {
       {Cache::kDense, 0, [](Appending& a) { a.p.struct_size = 1; },
-       "struct_size: must be " + std::to_string(sizeof(ffpa_append_problem)) + " (set by ffpa_append_problem_init), but is 1"},
+       "struct_size: must be " + std::to_string(sizeof(ffpa_append_problem)) +
+           " (set by ffpa_append_problem_init), but is 1"},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_new = {}; }, "k_new: must be given, but is absent"},
       {Cache::kDense, 0, [](Appending& a) { a.p.v_new = {}; }, "v_cache: must be absent when v_new is"},
       {Cache::kDense, 0, [](Appending& a) { a.p.v_new = a.p.v_cache = {}; }, ""},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_new.dtype = FFPA_INT32; },
        "k_new: dtype must be fp64, fp32, fp16 or bf16, but is int32"},
-      {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.dtype = FFPA_FP16; }, "k_cache: dtype must be k_new's, fp32, but is fp16"},
-      {Cache::kDense, 0, [](Appending& a) { a.p.v_new.extent[2] = 3; }, "v_new: extent 2 (N_new) must equal k_new's, 4, but is 3"},
+      {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.dtype = FFPA_FP16; },
+       "k_cache: dtype must be k_new's, fp32, but is fp16"},
+      {Cache::kDense, 0, [](Appending& a) { a.p.v_new.extent[2] = 3; },
+       "v_new: extent 2 (N_new) must equal k_new's, 4, but is 3"},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.extent[1] = 1; },
        "k_cache: extent 1 (H_kv) must equal k_new's, 2, but is 1"},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.extent[3] = 9; },
@@ -186,7 +198,8 @@ TEST(Append, Refusals) {
       {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.extent[0] = a.p.v_cache.extent[0] = 2; },
        "k_cache: extent 0 (B_cache) must be at least k_new's B, 3, but is 2"},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.stride[2] = 0; },
-       "k_cache: is written, so its strides must place elements without overlap, but extents are [5, 2, 12, 10] and strides "
+       "k_cache: is written, so its strides must place elements without overlap, but extents are [5, 2, 12, 10] and "
+       "strides "
        "[240, 120, 0, 1]"},
       {Cache::kDense, 0, [](Appending& a) { ints(a.p.seqlens_kv)[1] = 9; },
        "seqlens_kv: entry 1 plus N_new, 4, must be from 4 to the cache's capacity, 12, but the entry is 9"},
@@ -204,7 +217,8 @@ TEST(Append, Refusals) {
        "kv_batch_idx: must be absent with block_table, which already says where each sequence lies"},
       {Cache::kDense, 0, [](Appending& a) { a.p.q = a.m.tensor(FFPA_FP32, {3, 2, 2, 10}); },
        "q: must be absent when rotary_cos is: there is nothing to do to it"},
-      {Cache::kDense, 8, [](Appending& a) { a.p.rotary_interleaved = 3; }, "rotary_interleaved: must be 0 or 1, but is 3"},
+      {Cache::kDense, 8, [](Appending& a) { a.p.rotary_interleaved = 3; },
+       "rotary_interleaved: must be 0 or 1, but is 3"},
       {Cache::kDense, 8, [](Appending& a) { a.p.rotary_sin = {}; }, "rotary_sin: must be given, but is absent"},
       {Cache::kDense, 8, [](Appending& a) { a.p.rotary_sin.extent[1] = 3; },
        "rotary_sin: extent 1 (R/2) must equal rotary_cos's, 4, but is 3"},
@@ -215,7 +229,8 @@ TEST(Append, Refusals) {
       {Cache::kDense, 8, [](Appending& a) { a.p.rotary_cos.dtype = FFPA_BF16; },
        "rotary_cos: dtype must be fp32 or k_new's, fp32, but is bf16"},
       {Cache::kDense, 8, [](Appending& a) { a.p.q_rotated = {}; }, "q_rotated: must be given, but is absent"},
-      {Cache::kDense, 8, [](Appending& a) { a.p.q.extent[3] = 9; }, "q: extent 3 (D_qk) must equal k_new's, 10, but is 9"},
+      {Cache::kDense, 8, [](Appending& a) { a.p.q.extent[3] = 9; },
+       "q: extent 3 (D_qk) must equal k_new's, 10, but is 9"},
       {Cache::kDense, 8, [](Appending& a) { a.p.q_rotated.extent[2] = 1; },
        "q_rotated: extent 2 (N_q) must equal q's, 2, but is 1"},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.data = a.p.k_new.data; },
