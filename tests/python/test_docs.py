@@ -64,7 +64,7 @@ def test_the_index_must_list_each_kernel_once(
     monkeypatch.setattr(check_docs, "ROOT", tmp_path)
     index, table = tmp_path / "index.md", tmp_path / "kernels.def"
     table.write_text(
-        "// FFPA_KERNEL(note, ...)\nFFPA_KERNEL(a_fwd_x, forward)\n  FFPA_KERNEL(b_fwd_y, forward)\nFFPA_KERNEL(c_fwd_z, forward)\n"
+        "// FFPA_KERNEL(note, ...)\nFFPA_KERNEL(a_fwd_x, f)\n  FFPA_KERNEL(b_fwd_y, f)\nFFPA_KERNEL(c_fwd_z, f)\n"
     )
     index.write_text("| kernel |\n| --- |\n| `a_fwd_x` |\n| `c_fwd_z` |\n| `c_fwd_z` |\n| `d_fwd_w` |\n")
     assert list(check_docs.check_kernels(index, table)) == [
