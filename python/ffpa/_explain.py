@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from . import _sdpa
 from ._attention import explain_text
@@ -33,8 +34,7 @@ class Explanation:
     error: str | None
     """Why the call would raise, naming argument, rule and value; None if it would not."""
     fallback: str | None
-    """SDPA's arguments only: why a patched call would be handed to torch (see ffpa.patch_sdpa); None if ffpa takes
-    it."""
+    """Why a call under ffpa.patch_sdpa would be handed to torch (SDPA's arguments only); None if ffpa takes it."""
 
     def __str__(self) -> str:
         lines = []
@@ -68,10 +68,16 @@ def explain(
         return _parse(explain_text(query, key, value, backward=backward, **options), fallback)
     call = _sdpa_arguments(*arguments, **options)
     fallback = why_not_taken(query, key, value, **call)
+    bottom_right = False
+    if isinstance(mask := call["attn_mask"], CausalBias):
+        bottom_right = mask.variant == CausalVariant.LOWER_RIGHT
+        call |= dict(attn_mask=None, is_causal=True)
     try:
         q, k, v, translated = _sdpa.as_attention(query, key, value, **call)
     except RuntimeError as refusal:  # NotImplementedError is one, too
         return Explanation(None, None, None, None, (), str(refusal), fallback)
+    if bottom_right:
+        translated["anchor"] = "bottom_right"
     return _parse(explain_text(q, k, v, backward=backward, **translated), fallback)
 
 

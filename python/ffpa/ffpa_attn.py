@@ -47,8 +47,9 @@ def ffpa_attn_func(
     enable_gqa: bool = False,
     **kwargs: object,
 ) -> Tensor:
-    """Attention of ``query`` (B, H_q, N_q, D) over ``key`` (B, H_kv, N_kv, D) and ``value`` (B, H_kv, N_kv, D_v): (B,
-    H_q, N_q, D_v).
+    """Attention of ``query`` over ``key`` and ``value``.
+
+    ``query`` (B, H_q, N_q, D), ``key`` (B, H_kv, N_kv, D), ``value`` (B, H_kv, N_kv, D_v) give out (B, H_q, N_q, D_v).
 
     ``attn_mask``: broadcasts to (B, H_q, N_q, N_kv); bool (True = visible), or fp32 or query's dtype, added to the
     scores and given a gradient. With ``is_causal`` both hold. ``is_causal``: bottom right (above). ``scale``: default 1
@@ -97,8 +98,9 @@ def ffpa_attn_varlen_func(
     return_lse: bool = False,
     **kwargs: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Sequences laid end to end: ``q`` (T_q, H_q, D), ``k`` (T_kv, H_kv, D), ``v`` (T_kv, H_kv, D_v) give out (T_q,
-    H_q, D_v).
+    """Attention of sequences laid end to end.
+
+    ``q`` (T_q, H_q, D), ``k`` (T_kv, H_kv, D), ``v`` (T_kv, H_kv, D_v) give out (T_q, H_q, D_v).
 
     ``cu_seqlens_q``, ``cu_seqlens_k``: int32 (B + 1,), the latter None for self-attention. ``return_lse``: also the
     fp32 lse (H_q, T_q), natural log. ``enable_gqa``: H_kv may divide H_q; without it they must be equal.

@@ -7,8 +7,8 @@ Names, argument order, defaults and results are those of flash-attn 2.8, so that
 What they share (symbols: B batch, N_q and N_kv rows, T_q and T_kv rows of all packed sequences, H_q and H_kv heads, D
 width):
 
-- tensors are ``(B, N, H, D)``, packed ones ``(T, H, D)``; H_q is a multiple of H_kv, query head h reads head ``h //
-  (H_q / H_kv)``;
+- tensors are ``(B, N, H, D)``, packed ones ``(T, H, D)``; H_q is a multiple of H_kv, and query head h reads head
+  ``h // (H_q / H_kv)``;
 - ``causal`` and ``window_size`` are anchored at the bottom right: row i's diagonal key is ``i + N_kv - N_q``, and a
   window (left, right) shows the keys from diagonal - left to diagonal + right, both included, a negative side being
   unbounded;
@@ -18,8 +18,7 @@ width):
 
 Where we go further: fp32 as well as fp16 and bf16, the CPU, any D up to 1024 (V may be narrower or wider than K), any
 strides, any page size, softcap together with dropout, gradients of the lse, bits that repeat in the forward.
-``deterministic=False`` follows
-``torch.use_deterministic_algorithms``.
+``deterministic=False`` follows ``torch.use_deterministic_algorithms``.
 
 Errors: RuntimeError for shapes, dtypes, devices and values, naming argument, rule and value; TypeError for non-tensors;
 NotImplementedError for what no engine of this build and machine computes.
@@ -65,8 +64,9 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | WithProbs:
-    """Attention of ``q`` (B, N_q, H_q, D) over ``k`` (B, N_kv, H_kv, D) and ``v`` (B, N_kv, H_kv, D_v): out (B, N_q,
-    H_q, D_v).
+    """Attention of ``q`` over ``k`` and ``v``.
+
+    ``q`` (B, N_q, H_q, D), ``k`` (B, N_kv, H_kv, D), ``v`` (B, N_kv, H_kv, D_v) give out (B, N_q, H_q, D_v).
 
     With ``return_attn_probs``: (out, softmax_lse, S_dmask). softmax_lse is fp32 (B, H_q, N_q), natural log. S_dmask is,
     as in flash-attn, empty unless dropout_p > 0; else (B, H_q, N_q, N_kv) in q's dtype: the probabilities before
@@ -141,8 +141,9 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor | WithProbs:
-    """Sequences laid end to end: ``q`` (T_q, H_q, D), ``k`` (T_kv, H_kv, D), ``v`` (T_kv, H_kv, D_v) give out (T_q,
-    H_q, D_v).
+    """Attention of sequences laid end to end.
+
+    ``q`` (T_q, H_q, D), ``k`` (T_kv, H_kv, D), ``v`` (T_kv, H_kv, D_v) give out (T_q, H_q, D_v).
 
     ``cu_seqlens_q``, ``cu_seqlens_k``: int32 (B + 1,), sequence b is rows cu[b] to cu[b + 1] - 1; lengths of 0 are
     fine.
@@ -280,8 +281,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of ``q`` (B, N_q, H_q, D) over a cache, which first takes the new rows ``k`` and ``v``, if given, in
-    place.
+    """Attention of ``q`` (B, N_q, H_q, D) over a cache, which first takes the rows ``k`` and ``v``, if given, in place.
 
     ``k_cache``, ``v_cache``: (B_cache, capacity, H_kv, D), or pages (P, page rows, H_kv, D) of any size with
     ``block_table``, int32 (B, pages per sequence). Only the rows of the new keys are written.

@@ -64,8 +64,7 @@ class SdpaPatch:
         return self in _active
 
     def undo(self) -> None:
-        """End this patch; the function that was there before returns with the last one. Does nothing the second
-        time."""
+        """End this patch; with the last one the function that was there before returns. A second time does nothing."""
         global _active
         with _lock:
             _active = tuple(p for p in _active if p is not self)
@@ -74,8 +73,7 @@ class SdpaPatch:
 
 
 def patch_sdpa(strict: bool = False) -> SdpaPatch:
-    """Send ``torch.nn.functional.scaled_dot_product_attention`` of this process to
-    :func:`ffpa.scaled_dot_product_attention`.
+    """Send this process's ``torch.nn.functional.scaled_dot_product_attention`` to ffpa's.
 
     As a function, ``ffpa.patch_sdpa()``, until :func:`unpatch_sdpa`; as a context manager, ``with ffpa.patch_sdpa():``,
     until the block ends. Patches nest and may be entered and left by several threads in any order: the function is ours
@@ -105,8 +103,7 @@ def unpatch_sdpa() -> bool:
     return False
 
 
-# -------------------------------------------------------------------------------------------------------------
-# machinery
+# ----------------------------------------------------------------------------------------------------------- machinery
 
 _lock = threading.Lock()
 _active: tuple[SdpaPatch, ...] = ()  # replaced under the lock, never changed: readers need no lock
@@ -126,8 +123,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, computed by ffpa where it takes the call (see
-    ffpa.patch_sdpa)."""
+    """torch's function, while ffpa.patch_sdpa() holds: computed by ffpa where it takes the call."""
     patches = _active
     options: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa)
     if not patches:
@@ -177,6 +173,7 @@ def why_not_taken(
     enable_gqa: bool = False,
 ) -> str | None:
     """Why a patched call with these arguments would be handed to torch, as "kind: sentence"; None if ffpa takes it."""
+    attn_mask = None if isinstance(attn_mask, CausalBias) else attn_mask  # translated, see _with_causal_bias
     compiling = torch.compiler.is_compiling()
     if torch.compiler.is_exporting() or (not compiling and torch._C._get_tracing_state() is not None):
         return "export: an exported or traced program keeps torch's own operator, so that it runs without ffpa"

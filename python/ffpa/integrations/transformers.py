@@ -143,8 +143,7 @@ def attention(
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One attention layer: query (B, H_q, N_q, D), key (B, H_kv, N_kv, D), value (B, H_kv, N_kv, D_v) to (B, N_q, H_q,
-    D_v).
+    """One layer: query (B, H_q, N_q, D), key (B, H_kv, N_kv, D), value (B, H_kv, N_kv, D_v) to (B, N_q, H_q, D_v).
 
     ``attention_mask``: from :func:`mask` (then causality and window are inside), or None: causal from the top left if
     the module is causal and N_q > 1, as transformers means it; K and V past N_q are then an empty static cache's and
@@ -186,6 +185,11 @@ def attention(
     if causal and sliding_window is not None and _window_in_kernel(getattr(module, "config", None)):
         options["window"] = (sliding_window - 1, -1)
 
+    if packed and causal and bias is not None and key.shape[2] != n_q:
+        raise NotImplementedError(
+            f"position_bias: with packed causal sequences Q and K must have equal lengths, but N_q is {n_q} and N_kv "
+            f"{key.shape[2]}"
+        )
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         out = _ffpa_attention(query, key, value, **options)
     else:
@@ -206,9 +210,8 @@ def _packed(
 ) -> Tensor:
     batch, n_q = query.shape[0], query.shape[2]
     if options["mask"] is None and options["bias"] is None:
-        rows = [
-            x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (query, key, value)
-        ]  # [1, H, B * N, D]
+        # [B, H, N, D] to [1, H, B * N, D]
+        rows = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
         out = _ffpa_attention(
             *rows,
             cu_seqlens_q=cu_seq_lens_q.to(torch.int32),
@@ -250,22 +253,19 @@ def _window_in_kernel(config: Any) -> bool:
 
 
 def _is_packed_causal(mask_function: Callable[..., Any]) -> bool:
-    """Whether a mask function of transformers is causality, perhaps a window, and the separation of packed sequences,
-    no more."""
-    parts = list(_parts(mask_function))
-    known = ("sliding_window_overlay.<locals>.inner_mask", _PACKED)
-    return all(part is causal_mask_function or part.__qualname__ in known for part in parts) and any(
-        part.__qualname__ == _PACKED for part in parts
-    )
+    """Whether a mask of transformers is causality, packed sequences kept apart and perhaps a window, no more."""
+    names = set(_parts(mask_function))
+    return _PACKED in names and names <= {_PACKED, "causal_mask_function", "sliding_window_overlay.<locals>.inner_mask"}
 
 
-def _parts(mask_function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The mask functions that transformers' `and_masks` joined."""
-    if mask_function.__qualname__ == "and_masks.<locals>.and_mask" and mask_function.__closure__:
+def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """The names of the mask functions that transformers' `and_masks` joined."""
+    name = getattr(mask_function, "__qualname__", "")
+    if name == "and_masks.<locals>.and_mask" and mask_function.__closure__:
         for part in mask_function.__closure__[0].cell_contents:
             yield from _parts(part)
     else:
-        yield mask_function
+        yield name
 
 
 def _nothing_padded(attention_mask: Tensor | None) -> bool:
