@@ -14,15 +14,20 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from transformers import (  # noqa: E402
+    AutoModel,
     AutoModelForCausalLM,
+    BertConfig,
     DeepseekV4Config,
     Gemma2Config,
     Gemma4TextConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    ModernBertConfig,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
 )
 
 import ffpa.integrations.transformers as integration  # noqa: E402
@@ -369,6 +374,36 @@ def test_position_bias_of_t5() -> None:
             )
     for ours, eager in zip(results["ffpa"], results["eager"], strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-4 * float(eager.abs().max()))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "vit"])
+def test_encoders_see_both_ways(kind: str, padded: bool, calls: list[dict[str, Any]]) -> None:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
+    if kind == "vit":
+        model = ViTModel(ViTConfig(**sizes, image_size=16, patch_size=4), add_pooling_layer=False)
+        inputs: dict[str, torch.Tensor] = dict(pixel_values=torch.randn(2, 3, 16, 16))
+    else:
+        config = BertConfig(**sizes, vocab_size=VOCAB) if kind == "bert" else None
+        config = config or ModernBertConfig(**sizes, vocab_size=VOCAB, local_attention=8, pad_token_id=0)
+        model = AutoModel.from_config(config)
+        inputs = dict(input_ids=tokens(llama))
+        if padded:
+            inputs["attention_mask"] = torch.ones(2, 24, dtype=torch.long)
+            inputs["attention_mask"][0, -6:] = 0
+    model.eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+        model.set_attn_implementation("eager")
+        eager = model(**inputs).last_hidden_state
+        model.set_attn_implementation("ffpa")
+        ours = model(**inputs).last_hidden_state
+    assert len(calls) == 2 and not any(c["causal"] for c in calls)
+    keep = inputs.get("attention_mask", torch.ones(eager.shape[:2])).bool()
+    torch.testing.assert_close(ours[keep], eager[keep], rtol=1e-4, atol=1e-4)
 
 
 def test_another_name_and_output_attentions() -> None:
