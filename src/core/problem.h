@@ -19,10 +19,15 @@ inline bool present(const ffpa_tensor& t) { return t.rank != 0; }
 
 constexpr int64_t dtype_bytes(int32_t dtype) {
   switch (dtype) {
-    case FFPA_FP64: case FFPA_INT64: return 8;
-    case FFPA_FP32: case FFPA_INT32: return 4;
-    case FFPA_FP16: case FFPA_BF16: return 2;
-    case FFPA_BOOL: case FFPA_FP8_E4M3: case FFPA_INT8: return 1;
+    case FFPA_FP64:
+    case FFPA_INT64: return 8;
+    case FFPA_FP32:
+    case FFPA_INT32: return 4;
+    case FFPA_FP16:
+    case FFPA_BF16: return 2;
+    case FFPA_BOOL:
+    case FFPA_FP8_E4M3:
+    case FFPA_INT8: return 1;
     default: return 0;
   }
 }
@@ -32,13 +37,13 @@ struct Problem {
   ffpa_backward_problem args{};  // the caller's tensors and options; only args.forward is set in the forward pass
 
   // Derived by validation.
-  int64_t n_seqs = 0;           // B
-  int64_t h_q = 0, h_kv = 0;    // heads
-  int64_t group = 1;            // G = H_q / H_kv (1 when there are no heads)
-  int64_t n_q = 0, n_kv = 0;    // rows; packed or paged: an upper bound for any sequence
+  int64_t n_seqs = 0;         // B
+  int64_t h_q = 0, h_kv = 0;  // heads
+  int64_t group = 1;          // G = H_q / H_kv (1 when there are no heads)
+  int64_t n_q = 0, n_kv = 0;  // rows; packed or paged: an upper bound for any sequence
   int64_t d_qk = 0, d_v = 0;
-  int64_t page_rows = 0;        // 0 = not paged
-  double scale = 1.0;           // resolved: 1/sqrt(D_qk) unless given (1 when D_qk is 0)
+  int64_t page_rows = 0;  // 0 = not paged
+  double scale = 1.0;     // resolved: 1/sqrt(D_qk) unless given (1 when D_qk is 0)
 
   const ffpa_forward_problem& fwd() const { return args.forward; }
   bool packed_q() const { return present(fwd().cu_seqlens_q); }
