@@ -129,13 +129,12 @@ typedef struct ffpa_forward_problem {
   ffpa_tensor alibi_slopes; /* fp32 [H_q] or [B, H_q] */
   ffpa_tensor sinks;        /* fp32 or q's dtype [H_q]: a logit that joins the softmax and has no value row */
 
-  ffpa_tensor
-      cu_seqlens_q; /* int32 [B + 1]: sequence b is rows cu[b] to cu[b+1]-1 of T_q; starts at 0, never falls; rows from
-                                cu[B] on belong to nobody: o = 0, lse = -inf, gradients 0 */
-  ffpa_tensor cu_seqlens_kv; /* int32 [B + 1]: the same for T_kv */
-  ffpa_tensor
-      seqlens_kv; /* int32 [B]: keys of sequence b, at most what its K/V holds; absent = all of them. Lengths may
-                                change between runs of one plan, as may the tables and the values of cu_seqlens */
+  /* int32 [B + 1]: sequence b is rows cu[b] to cu[b+1]-1 of T_q; starts at 0, never falls; rows from cu[B] on belong to
+   * nobody: o = 0, lse = -inf, gradients 0. cu_seqlens_kv: the same for T_kv. */
+  ffpa_tensor cu_seqlens_q, cu_seqlens_kv;
+  /* int32 [B]: keys of sequence b, at most what its K/V holds; absent = all of them. Lengths may change between runs of
+   * one plan, as may the tables and the values of cu_seqlens. */
+  ffpa_tensor seqlens_kv;
   ffpa_tensor block_table;  /* int32 [B, pages per sequence]; entries past a sequence's length are not read */
   ffpa_tensor kv_batch_idx; /* int32 [B]: which batch row of dense k and v sequence b reads; absent = b */
 
@@ -156,9 +155,9 @@ typedef struct ffpa_forward_problem {
   int32_t num_splits;      /* parts of N_kv worked on in parallel; 0 = planned */
   int32_t num_threads;     /* CPU; 0 = as many as the machine allows */
   int32_t engine;          /* ffpa_engine */
-  const char*
-      kernel; /* name of a kernel to force (ffpa_kernel_at lists them), or NULL. With neither kernel nor engine given the
-                            environment variable FFPA_KERNEL may force kernels by name, separated by commas, each for its pass */
+  /* name of a kernel to force (ffpa_kernel_at lists them), or NULL. With neither kernel nor engine given the environment
+   * variable FFPA_KERNEL may force kernels by name, separated by commas, each for its pass */
+  const char* kernel;
 } ffpa_forward_problem;
 
 /* Backward. `forward` is the forward's problem with o and lse as it wrote them. An absent gradient is not computed; at least one
