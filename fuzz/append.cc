@@ -8,19 +8,13 @@
 namespace ffpa::fuzz {
 namespace {
 
-std::vector<int32_t> numbers(Input& in, int64_t count, int64_t most) {
-  std::vector<int32_t> values(static_cast<size_t>(count));
-  for (int32_t& v : values) v = static_cast<int32_t>(most < 0 ? 0 : in.upto(most));
-  if (count && in.rarely()) values[static_cast<size_t>(in.upto(count - 1))] = static_cast<int32_t>(odd_number(in));
-  return values;
-}
-
 std::vector<int32_t> distinct(Input& in, int64_t count, int64_t of) {
   std::vector<int32_t> values(static_cast<size_t>(count));
   const int64_t start = in.upto(std::max<int64_t>(of - 1, 0));
   for (int64_t i = 0; i < count; ++i)
     values[static_cast<size_t>(i)] = static_cast<int32_t>((start + i) % std::max<int64_t>(of, 1));
-  if (count && in.rarely()) values[static_cast<size_t>(in.upto(count - 1))] = static_cast<int32_t>(odd_number(in));
+  if (count && in.rarely())
+    values[static_cast<size_t>(in.upto(count - 1))] = static_cast<int32_t>(in.coin() ? of : odd_number(in));
   return values;
 }
 

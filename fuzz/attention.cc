@@ -26,19 +26,10 @@ struct Shape {
 };
 
 std::vector<int32_t> cumulative(Input& in, int64_t parts, int64_t total) {
-  std::vector<int32_t> ends(static_cast<size_t>(parts + 1), 0);
-  for (int64_t i = 1; i <= parts; ++i) ends[i] = static_cast<int32_t>(in.upto(total));
+  std::vector<int32_t> ends = numbers(in, parts + 1, total);
   std::sort(ends.begin(), ends.end());
-  ends[0] = 0;
-  if (in.rarely()) ends[in.upto(parts)] = static_cast<int32_t>(odd_number(in));
+  if (!in.rarely()) ends[0] = 0;
   return ends;
-}
-
-std::vector<int32_t> numbers(Input& in, int64_t count, int64_t most) {
-  std::vector<int32_t> values(static_cast<size_t>(count));
-  for (int32_t& v : values) v = static_cast<int32_t>(most < 0 ? 0 : in.upto(most));
-  if (count && in.rarely()) values[in.upto(count - 1)] = static_cast<int32_t>(odd_number(in));
-  return values;
 }
 
 void fill_tensors(Input& in, Tensors& m, ffpa_forward_problem& p, const Shape& s) {
@@ -72,7 +63,7 @@ void fill_tensors(Input& in, Tensors& m, ffpa_forward_problem& p, const Shape& s
   if (in.byte() % 4) p.lse = m.make(s.accumulated, {q_batch, h_q, n_q}, true);
   const uint8_t extras = in.byte();
   const int64_t columns = mode == 2 ? s.n_kv + 4 : n_kv;
-  const auto extent = [&](int64_t full) { return in.byte() % 4 == 3 ? 1 : full; };
+  const auto extent = [&](int64_t full) { return in.byte() % 4 == 3 ? 1 : full - in.rarely(); };
   if (extras & 1) p.mask = m.make(FFPA_BOOL, {extent(s.b), extent(h_q), extent(n_q), extent(columns)});
   if (extras & 2)
     p.bias = m.make(extras & 4 ? s.dtype : FFPA_FP32, {extent(s.b), extent(h_q), extent(n_q), extent(columns)});

@@ -58,6 +58,15 @@ inline int64_t odd_number(Input& in) {
   return pick < 16 ? kOdd[pick] : static_cast<int64_t>(in.word());
 }
 
+// `count` numbers from 0 to `most`; now and then one beyond, just or far.
+inline std::vector<int32_t> numbers(Input& in, int64_t count, int64_t most) {
+  std::vector<int32_t> values(static_cast<size_t>(count));
+  for (int32_t& v : values) v = static_cast<int32_t>(in.upto(std::max<int64_t>(most, 0)));
+  if (count && in.rarely())
+    values[static_cast<size_t>(in.upto(count - 1))] = static_cast<int32_t>(in.coin() ? most + 1 : odd_number(in));
+  return values;
+}
+
 class Tensors {
  public:
   explicit Tensors(Input& in) : in_(in), noise_(in.word() | 1) {}

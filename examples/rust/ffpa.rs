@@ -11,7 +11,7 @@ pub const INT32: i32 = 6;
 impl Tensor {
     /// A row-major view of `data` (f32 or i32), which must outlive the calls that use it.
     pub fn new<T>(data: &mut [T], dtype: i32, extents: &[i64]) -> Tensor {
-        assert_eq!((data.len() as i64, size_of::<T>()), (extents.iter().product(), 4));
+        assert_eq!((data.len() as i64, std::mem::size_of::<T>()), (extents.iter().product(), 4));
         let mut t = Tensor { data: data.as_mut_ptr() as usize, dtype, rank: extents.len() as i32, ..Default::default() };
         let mut step = 1;
         for axis in (0..extents.len()).rev() {

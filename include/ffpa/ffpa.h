@@ -85,7 +85,7 @@ typedef enum ffpa_device_type { FFPA_CPU = 0, FFPA_CUDA = 1 } ffpa_device_type;
 #define FFPA_MAX_RANK 4
 
 /* A strided view. An all-zero ffpa_tensor means "absent". A tensor with an extent of 0 may have a null pointer; any other
- * is aligned to its element's size. All tensors of a problem lie on one device. */
+ * is aligned to its element's size. Extents are at most 2^31 - 1. All tensors of a problem lie on one device. */
 typedef struct ffpa_tensor {
   void* data;
   int32_t dtype;        /* ffpa_dtype */

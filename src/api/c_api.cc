@@ -65,6 +65,13 @@ ffpa_status plan_pass(const Caller* caller, ffpa_plan* plan) {
   });
 }
 
+bool writes_nothing(const Problem& p) {
+  const ffpa_backward_problem& b = p.args;
+  if (p.pass == Pass::kForward) return !has_elements(b.forward.o) && !has_elements(b.forward.lse);
+  return !has_elements(b.dq) && !has_elements(b.dk) && !has_elements(b.dv) && !has_elements(b.dbias) &&
+         !has_elements(b.dsinks);
+}
+
 // Validates again: lengths and tables may have changed since the plan was made, and no kernel checks them.
 template <class Caller>
 ffpa_status run_pass(const Caller* caller, const ffpa_plan* plan, void* workspace, size_t workspace_bytes,
@@ -93,6 +100,7 @@ ffpa_status run_pass(const Caller* caller, const ffpa_plan* plan, void* workspac
     if (plan->workspace_bytes && reinterpret_cast<uintptr_t>(workspace) % 256 != 0)
       return {FFPA_WORKSPACE, words("workspace: must be aligned to 256 bytes, but is off by ",
                                     reinterpret_cast<uintptr_t>(workspace) % 256)};
+    if (writes_nothing(problem)) return ok();  // not left to loops over 2^31 empty heads
     const Choice choice{plan->workspace_bytes, plan->num_splits, plan->num_threads};
     return kernel_table()[plan->kernel].run(problem, choice, workspace, stream);
   });
@@ -205,7 +213,8 @@ ffpa_status ffpa_append(const ffpa_append_problem* problem, void*) {
     if (append.args.k_new.device_type != FFPA_CPU)
       return {FFPA_NOT_SUPPORTED,
               "k_new: must lie in cpu memory: this build appends there only, but it lies in cuda memory"};
-    append_cpu(append);
+    const ffpa_append_problem& p = append.args;
+    if (has_elements(p.k_new) || has_elements(p.v_new) || has_elements(p.q)) append_cpu(append);
     return ok();
   });
 }

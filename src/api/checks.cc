@@ -84,7 +84,8 @@ void check_tensor(const Arg& arg, int rank, Use use, const Arg& device) {
     refuse(arg.name, ": dtype must be one of ffpa_dtype, but is ", t.dtype);
   bool empty = false;
   for (int axis = 0; axis < rank; ++axis) {
-    if (t.extent[axis] < 0) refuse(arg.name, ": extent ", axis, " must be at least 0, but is ", t.extent[axis]);
+    if (t.extent[axis] < 0 || t.extent[axis] > INT32_MAX)
+      refuse(arg.name, ": extent ", axis, " must be from 0 to 2^31 - 1, but is ", t.extent[axis]);
     if (t.stride[axis] < 0) refuse(arg.name, ": stride ", axis, " must be at least 0, but is ", t.stride[axis]);
     empty |= t.extent[axis] == 0;
   }
@@ -125,10 +126,8 @@ void check_range(const char* name, int64_t value, int64_t lowest, int64_t highes
 }
 
 void check_apart(const Arg& written, const Arg& other) {
-  const auto empty = [](const ffpa_tensor& t) {
-    return !present(t) || std::any_of(t.extent, t.extent + t.rank, [](int64_t e) { return e == 0; });
-  };
-  if (&other.t == &written.t || other.t.data != written.t.data || empty(written.t) || empty(other.t)) return;
+  if (&other.t == &written.t || other.t.data != written.t.data) return;
+  if (!has_elements(written.t) || !has_elements(other.t)) return;
   refuse(written.name, ": is written, so it must not share memory with ", other.name,
          ", but both start at the same address");
 }

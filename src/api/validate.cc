@@ -136,9 +136,7 @@ void check_sequences(const Args& a, Problem* p) {
     check_extent(a.block_table, 0, "B", "the number of sequences", p->n_seqs);
     p->page_rows = a.k.extent(2);
     if (p->page_rows < 1) refuse("k: extent 2 (page rows) must be at least 1 with block_table, but is 0");
-    if (__builtin_mul_overflow(a.block_table.extent(1), p->page_rows, &capacity))
-      refuse("block_table: extent 1 (pages per sequence) times page rows must be less than 2^63, but is ",
-             a.block_table.extent(1), " times ", p->page_rows);
+    capacity = a.block_table.extent(1) * p->page_rows;
   } else if (given(a.kv_batch_idx)) {
     check_int32_vector(a.kv_batch_idx, "B", "the number of sequences", p->n_seqs, a.q);
     check_entries(a.kv_batch_idx, a.k.extent(0) - 1, "k's last batch row");

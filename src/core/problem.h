@@ -16,6 +16,9 @@ namespace ffpa {
 enum class Pass : int32_t { kForward = 0, kBackward = 1 };
 
 inline bool present(const ffpa_tensor& t) { return t.rank != 0; }
+inline bool has_elements(const ffpa_tensor& t) {
+  return present(t) && std::all_of(t.extent, t.extent + t.rank, [](int64_t extent) { return extent > 0; });
+}
 
 constexpr int64_t dtype_bytes(int32_t dtype) {
   switch (dtype) {

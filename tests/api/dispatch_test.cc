@@ -171,6 +171,19 @@ TEST(Run, ComputesWhatWasPlanned) {
   EXPECT_FLOAT_EQ(*static_cast<float*>(f->p.lse.data), std::log(2.f));
 }
 
+TEST(Run, NothingToWriteTakesNoTime) {
+  const auto f = dense();
+  for (ffpa_tensor* t : {&f->p.q, &f->p.k, &f->p.v, &f->p.o, &f->p.lse}) {
+    t->extent[0] = int64_t{1} << 30;
+    t->extent[1] = int64_t{1} << 20;
+    t->stride[0] = t->stride[1] = 0;
+  }
+  f->p.q.extent[2] = f->p.o.extent[2] = f->p.lse.extent[2] = 0;
+  ffpa_plan plan;
+  ASSERT_EQ(ffpa_forward_plan(&f->p, &plan), FFPA_OK) << ffpa_last_error();
+  EXPECT_EQ(run(f->p, plan), FFPA_OK) << ffpa_last_error();
+}
+
 TEST(Run, RefusesAnotherProblem) {
   const auto f = dense(), other = dense({.n_q = 2});
   const auto b = backward();
