@@ -64,10 +64,10 @@ def explain(
     """
     if not (arguments or any(name in options for name in _SDPA_ONLY)):
         plain = options.keys() <= {"dropout_p", "scale"}
-        fallback = why_not_taken(query, key, value, **options) if plain else None
+        fallback = _fallback(query, key, value, **options) if plain else None
         return _parse(explain_text(query, key, value, backward=backward, **options), fallback)
     call = _sdpa_arguments(*arguments, **options)
-    fallback = why_not_taken(query, key, value, **call)
+    fallback = _fallback(query, key, value, **call)
     bottom_right = False
     if isinstance(mask := call["attn_mask"], CausalBias):
         bottom_right = mask.variant == CausalVariant.LOWER_RIGHT
@@ -79,6 +79,13 @@ def explain(
     if bottom_right:
         translated["anchor"] = "bottom_right"
     return _parse(explain_text(q, k, v, backward=backward, **translated), fallback)
+
+
+def _fallback(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> str | None:
+    try:
+        return why_not_taken(query, key, value, **call)
+    except RuntimeError:  # torch refuses the call as well: that is the error, not a fallback
+        return None
 
 
 def _sdpa_arguments(

@@ -355,7 +355,7 @@ def flash_attn_with_kvcache(
         )
     out = out.transpose(1, 2)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v)):
-        out, lse = _NoBackward.apply(q, out, lse)
+        out, lse = _NoBackward.apply(q, out, lse)  # type: ignore[no-untyped-call]
     return (out, lse) if return_softmax_lse else out
 
 

@@ -375,7 +375,7 @@ def test_says_why_once_per_kind() -> None:
         F.scaled_dot_product_attention(Q.as_subclass(Loud), K, V)
     ours = [w for w in said if issubclass(w.category, FallbackWarning)]
     assert len(ours) == 2 and sum(patch.fallbacks.values()) == 3 and len(patch.fallbacks) == 2
-    assert "float64" in str(ours[0].message) and "handed to torch" in str(ours[0].message)
+    assert "fp64" in str(ours[0].message) and "handed to torch" in str(ours[0].message)
     assert ours[0].filename == __file__
     with warnings.catch_warnings(record=True) as said, patch_sdpa():  # a new patch says it again
         warnings.simplefilter("always")
@@ -386,7 +386,7 @@ def test_says_why_once_per_kind() -> None:
 def test_strict_raises_the_reason(taken: list[tuple[int, ...]]) -> None:
     with patch_sdpa(strict=True):
         F.scaled_dot_product_attention(Q, K, V)
-        with pytest.raises(NotImplementedError, match=r"handed to torch: .*float64"):
+        with pytest.raises(NotImplementedError, match=r"handed to torch: .*fp64"):
             double()
         with patch_sdpa(), pytest.raises(NotImplementedError):  # the strictest active patch counts, whatever the order
             double()
