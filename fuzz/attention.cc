@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdio>
 
+#include "core/element.h"
 #include "ffpa/ffpa.h"
 #include "input.h"
 
@@ -143,15 +144,6 @@ struct Pass {
   }
 };
 
-double value_at(const ffpa_tensor& t, int64_t i) {
-  switch (t.dtype) {
-    case FFPA_FP64: return static_cast<const double*>(t.data)[i];
-    case FFPA_FP32: return static_cast<const float*>(t.data)[i];
-    case FFPA_FP16: return float_from_fp16(static_cast<const uint16_t*>(t.data)[i]);
-    default: return float_from_bf16(static_cast<const uint16_t*>(t.data)[i]);
-  }
-}
-
 // body(offset) for each element of a tensor, in order.
 template <class Body>
 void for_each_element(const ffpa_tensor& t, Body&& body) {
@@ -185,7 +177,7 @@ std::vector<std::vector<double>> run_on_poison(const Pass& pass, Tensors& m, con
   std::vector<std::vector<double>> results;
   for (const ffpa_tensor& t : outputs) {
     results.emplace_back();
-    for_each_element(t, [&](int64_t i) { results.back().push_back(value_at(t, i)); });
+    for_each_element(t, [&](int64_t i) { results.back().push_back(load_element(t, i)); });
     if (const auto [start, bytes] = m.block_of(t); start) check_gaps(t, start, bytes, poison);
   }
   return results;

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/half.h"
+#include "core/element.h"
 #include "core/problem.h"
 
 namespace ffpa::fuzz {
@@ -169,10 +169,10 @@ class Tensors {
     float x = static_cast<float>(static_cast<int64_t>(noise_ % 4096) - 2048) / 1024.f;
     if (wild && noise_ >> 58 == 0) x = noise_ >> 57 & 1 ? NAN : noise_ >> 56 & 1 ? INFINITY : -INFINITY;
     switch (t.dtype) {
-      case FFPA_FP64: static_cast<double*>(t.data)[i] = x; break;
-      case FFPA_FP32: static_cast<float*>(t.data)[i] = x; break;
-      case FFPA_FP16: static_cast<uint16_t*>(t.data)[i] = fp16_from_float(x); break;
-      case FFPA_BF16: static_cast<uint16_t*>(t.data)[i] = bf16_from_float(x); break;
+      case FFPA_FP64:
+      case FFPA_FP32:
+      case FFPA_FP16:
+      case FFPA_BF16: store_element(t, i, x); break;
       case FFPA_BOOL: static_cast<uint8_t*>(t.data)[i] = static_cast<uint8_t>(noise_ >> 40 & 3); break;
       default: break;
     }

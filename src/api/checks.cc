@@ -150,6 +150,13 @@ void check_entries(const Arg& arg, int64_t highest, const char* bound) {
       refuse(arg.name, ": entry ", b, " must be from 0 to ", bound, ", ", highest, ", but is ", value);
 }
 
+void check_block_table(const Arg& table, const Arg& pages, const char* whose, int64_t n_seqs, const Arg& device) {
+  check_tensor(table, 2, Use::kRead, device);
+  check_dtype(table, {FFPA_INT32}, "int32");
+  check_extent(table, 0, "B", whose, n_seqs);
+  if (pages.extent(2) < 1) refuse(pages.name, ": extent 2 (page rows) must be at least 1 with block_table, but is 0");
+}
+
 void check_pages(const Arg& table, int64_t b, int64_t rows_in_use, int64_t page_rows, int64_t pages) {
   if (!readable(table)) return;
   const int32_t* row = static_cast<const int32_t*>(table.t.data) + b * table.t.stride[0];

@@ -75,6 +75,8 @@ inline bool readable(const Arg& arg) { return present(arg.t) && arg.t.device_typ
 void check_int32_vector(const Arg& arg, const char* symbol, const char* whose, int64_t extent, const Arg& device);
 // Values of an int32 [B] vector in [0, highest]; `bound` words the limit.
 void check_entries(const Arg& arg, int64_t highest, const char* bound);
+// block_table [B, pages per sequence] over `pages` [P, H_kv, page rows, D].
+void check_block_table(const Arg& table, const Arg& pages, const char* whose, int64_t n_seqs, const Arg& device);
 // The entries of block_table that hold the first `rows_in_use` keys of sequence b must be pages.
 void check_pages(const Arg& table, int64_t b, int64_t rows_in_use, int64_t page_rows, int64_t pages);
 

@@ -131,11 +131,8 @@ void check_sequences(const Args& a, Problem* p) {
     check_cumulative(a.cu_seqlens_kv, "T_kv", capacity);
   } else if (given(a.block_table)) {
     check_absent(a.kv_batch_idx, "must be absent with block_table, which already says where each sequence lies");
-    check_tensor(a.block_table, 2, Use::kRead, a.q);
-    check_dtype(a.block_table, {FFPA_INT32}, "int32");
-    check_extent(a.block_table, 0, "B", "the number of sequences", p->n_seqs);
+    check_block_table(a.block_table, a.k, "the number of sequences", p->n_seqs, a.q);
     p->page_rows = a.k.extent(2);
-    if (p->page_rows < 1) refuse("k: extent 2 (page rows) must be at least 1 with block_table, but is 0");
     capacity = a.block_table.extent(1) * p->page_rows;
   } else if (given(a.kv_batch_idx)) {
     check_int32_vector(a.kv_batch_idx, "B", "the number of sequences", p->n_seqs, a.q);

@@ -66,11 +66,8 @@ void check_places(const AppendArgs& a, Append* p) {
   int64_t capacity = a.k_cache.extent(2);
   if (present(a.block_table.t)) {
     check_absent(a.kv_batch_idx, "must be absent with block_table, which already says where each sequence lies");
-    check_tensor(a.block_table, 2, Use::kRead, a.k_new);
-    check_dtype(a.block_table, {FFPA_INT32}, "int32");
-    check_extent(a.block_table, 0, "B", "k_new's", p->n_seqs);
+    check_block_table(a.block_table, a.k_cache, "k_new's", p->n_seqs, a.k_new);
     p->page_rows = a.k_cache.extent(2);
-    if (p->page_rows < 1) refuse("k_cache: extent 2 (page rows) must be at least 1 with block_table, but is 0");
     capacity = a.block_table.extent(1) * p->page_rows;
   } else if (given(a.kv_batch_idx)) {
     check_int32_vector(a.kv_batch_idx, "B", "k_new's", p->n_seqs, a.k_new);

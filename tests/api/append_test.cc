@@ -10,28 +10,10 @@
 #include <tuple>
 
 #include "api/problems.h"
-#include "core/half.h"
+#include "core/element.h"
 
 namespace ffpa::test {
 namespace {
-
-double get(const ffpa_tensor& t, int64_t index) {
-  switch (t.dtype) {
-    case FFPA_FP64: return static_cast<const double*>(t.data)[index];
-    case FFPA_FP32: return static_cast<const float*>(t.data)[index];
-    case FFPA_FP16: return float_from_fp16(static_cast<const uint16_t*>(t.data)[index]);
-    default: return float_from_bf16(static_cast<const uint16_t*>(t.data)[index]);
-  }
-}
-
-void set(const ffpa_tensor& t, int64_t index, double value) {
-  switch (t.dtype) {
-    case FFPA_FP64: static_cast<double*>(t.data)[index] = value; break;
-    case FFPA_FP32: static_cast<float*>(t.data)[index] = static_cast<float>(value); break;
-    case FFPA_FP16: static_cast<uint16_t*>(t.data)[index] = fp16_from_float(static_cast<float>(value)); break;
-    default: static_cast<uint16_t*>(t.data)[index] = bf16_from_float(static_cast<float>(value)); break;
-  }
-}
 
 int64_t count(const ffpa_tensor& t) {
   int64_t n = 1;
@@ -41,7 +23,7 @@ int64_t count(const ffpa_tensor& t) {
 
 void randomise(const ffpa_tensor& t, std::mt19937& rng) {
   std::uniform_real_distribution<double> uniform(-2, 2);
-  for (int64_t i = 0; i < count(t); ++i) set(t, i, uniform(rng));
+  for (int64_t i = 0; i < count(t); ++i) store_element(t, i, uniform(rng));
 }
 
 int64_t at(const ffpa_tensor& t, int64_t a, int64_t b, int64_t c, int64_t d) {
@@ -75,26 +57,27 @@ struct Appending {
     for (ffpa_tensor* t : {&p.k_new, &p.v_new, &p.q})
       if (t->rank) randomise(*t, rng);
     for (ffpa_tensor* t : {&p.k_cache, &p.v_cache})
-      for (int64_t i = 0; i < count(*t); ++i) set(*t, i, kUntouched);
+      for (int64_t i = 0; i < count(*t); ++i) store_element(*t, i, kUntouched);
     for (int64_t i = 0; i < 16 * rotary / 2; ++i) {
       const double angle = static_cast<double>(i / (rotary / 2)) *
                            std::pow(100.0, -2.0 * static_cast<double>(i % (rotary / 2)) / static_cast<double>(rotary));
-      set(p.rotary_cos, i, std::cos(angle));
-      set(p.rotary_sin, i, std::sin(angle));
+      store_element(p.rotary_cos, i, std::cos(angle));
+      store_element(p.rotary_sin, i, std::sin(angle));
     }
   }
 
   // Column d of a row turned to `position`, in double from the stored inputs.
   double rotated(const ffpa_tensor& t, int64_t row, int64_t d, int64_t position) const {
     const int64_t columns = p.rotary_cos.rank ? 2 * p.rotary_cos.extent[1] : 0;
-    const double x = get(t, row + d);
+    const double x = load_element(t, row + d);
     if (d >= columns) return x;
     const int64_t half = columns / 2;
     const int64_t pair = p.rotary_interleaved ? d / 2 : d % half;
     const bool first = p.rotary_interleaved ? d % 2 == 0 : d < half;
     const int64_t other = p.rotary_interleaved ? (first ? d + 1 : d - 1) : (first ? d + half : d - half);
-    const double c = get(p.rotary_cos, position * half + pair), s = get(p.rotary_sin, position * half + pair);
-    return first ? x * c - get(t, row + other) * s : x * c + get(t, row + other) * s;
+    const double c = load_element(p.rotary_cos, position * half + pair),
+                 s = load_element(p.rotary_sin, position * half + pair);
+    return first ? x * c - load_element(t, row + other) * s : x * c + load_element(t, row + other) * s;
   }
 };
 
@@ -123,23 +106,23 @@ TEST_P(AppendTest, FollowsPlainLoops) {
           for (int64_t d = 0; d < 10; ++d)
             k_wanted[at(a.p.k_cache, batch, h, row, d)] = a.rotated(a.p.k_new, at(a.p.k_new, b, h, j, 0), d, position);
           for (int64_t d = 0; d < 5; ++d)
-            v_wanted[at(a.p.v_cache, batch, h, row, d)] = get(a.p.v_new, at(a.p.v_new, b, h, j, d));
+            v_wanted[at(a.p.v_cache, batch, h, row, d)] = load_element(a.p.v_new, at(a.p.v_new, b, h, j, d));
         }
     ASSERT_EQ(k_wanted.size(), 3u * 2 * 4 * 10);
     for (int64_t i = 0; i < count(a.p.k_cache); ++i)
       if (const auto w = k_wanted.find(i); w != k_wanted.end())
-        ASSERT_NEAR(get(a.p.k_cache, i), w->second, tolerance) << "k element " << i;
+        ASSERT_NEAR(load_element(a.p.k_cache, i), w->second, tolerance) << "k element " << i;
       else
-        ASSERT_EQ(get(a.p.k_cache, i), kUntouched) << "k element " << i << " was not to be written";
+        ASSERT_EQ(load_element(a.p.k_cache, i), kUntouched) << "k element " << i << " was not to be written";
     for (int64_t i = 0; i < count(a.p.v_cache); ++i)
-      ASSERT_EQ(get(a.p.v_cache, i), v_wanted.contains(i) ? v_wanted[i] : kUntouched) << "v element " << i;
+      ASSERT_EQ(load_element(a.p.v_cache, i), v_wanted.contains(i) ? v_wanted[i] : kUntouched) << "v element " << i;
     if (rotary)
       for (int64_t b = 0; b < 3; ++b)
         for (int64_t h = 0; h < 6; ++h)
           for (int64_t i = 0; i < 2; ++i)
             for (int64_t d = 0; d < 10; ++d) {
               const int64_t row = at(a.p.q, b, h, i, 0), position = ints(a.p.seqlens_kv)[b] + (fixed ? 0 : i);
-              ASSERT_NEAR(get(a.p.q_rotated, row + d), a.rotated(a.p.q, row, d, position), tolerance)
+              ASSERT_NEAR(load_element(a.p.q_rotated, row + d), a.rotated(a.p.q, row, d, position), tolerance)
                   << "q " << b << h << i << d;
             }
   }
@@ -158,17 +141,18 @@ TEST(Append, RotatesQueriesInPlaceAndAnyStrides) {
   b.p.k_cache.stride[0] = 240, b.p.k_cache.stride[1] = 1, b.p.k_cache.stride[2] = 20, b.p.k_cache.stride[3] = 2;
   ASSERT_EQ(ffpa_append(&a.p, nullptr), FFPA_OK) << ffpa_last_error();
   ASSERT_EQ(ffpa_append(&b.p, nullptr), FFPA_OK) << ffpa_last_error();
-  for (int64_t i = 0; i < count(a.p.q); ++i) ASSERT_EQ(get(a.p.q_rotated, i), get(b.p.q, i));
+  for (int64_t i = 0; i < count(a.p.q); ++i) ASSERT_EQ(load_element(a.p.q_rotated, i), load_element(b.p.q, i));
   for (int64_t h = 0; h < 2; ++h)
     for (int64_t d = 0; d < 10; ++d)
-      ASSERT_EQ(get(a.p.k_cache, at(a.p.k_cache, 1, h, 8, d)), get(b.p.k_cache, at(b.p.k_cache, 1, h, 8, d)));
+      ASSERT_EQ(load_element(a.p.k_cache, at(a.p.k_cache, 1, h, 8, d)),
+                load_element(b.p.k_cache, at(b.p.k_cache, 1, h, 8, d)));
 }
 
 TEST(Append, NothingToAppend) {
   Appending a(Cache::kDense, FFPA_FP32, 0, FFPA_FP32);
   a.p.k_new.extent[2] = a.p.v_new.extent[2] = 0;
   EXPECT_EQ(ffpa_append(&a.p, nullptr), FFPA_OK) << ffpa_last_error();
-  for (int64_t i = 0; i < count(a.p.k_cache); ++i) ASSERT_EQ(get(a.p.k_cache, i), kUntouched);
+  for (int64_t i = 0; i < count(a.p.k_cache); ++i) ASSERT_EQ(load_element(a.p.k_cache, i), kUntouched);
 }
 
 TEST(Append, Refusals) {
@@ -250,7 +234,7 @@ TEST(Append, Refusals) {
     EXPECT_EQ(status, FFPA_INVALID_ARGUMENT);
     EXPECT_EQ(ffpa_last_error(), c.text);
     if (cache.dtype != FFPA_FP32 || cache.data == a.p.k_new.data) continue;
-    EXPECT_EQ(get(cache, 0), kUntouched) << "nothing is written";
+    EXPECT_EQ(load_element(cache, 0), kUntouched) << "nothing is written";
   }
   EXPECT_EQ(ffpa_append(nullptr, nullptr), FFPA_INVALID_ARGUMENT);
   EXPECT_STREQ(ffpa_last_error(), "problem: must not be null");
