@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from . import _native, _ops
 from ._autograd import attend
 
-__all__ = ["attention"]
+__all__ = ["attention", "explain_text"]
 
 Anchor = Literal["top_left", "bottom_right"]
 
@@ -66,13 +67,14 @@ def attention(
         alibi_slopes: fp32 [H_q] or [B, H_q].
         sinks: fp32 or q's dtype [H_q]; a logit that joins the softmax and has no value row.
         causal: hide keys after the diagonal.
-        anchor: "top_left": row i's diagonal key is i, as in SDPA; "bottom_right": it is i + N_kv - N_q, as in flash-attn.
+        anchor: "top_left": row i's diagonal key is i (SDPA); "bottom_right": it is i + N_kv - N_q (flash-attn).
         window: (left, right) keys around the diagonal that stay visible, inclusive; -1 = unbounded.
         scale: factor on q.k; 1 / sqrt(D_qk) if None.
         softcap: > 0, or 0 for none.
-        dropout_p: in [0, 1]. The mask comes from dropout_state, int64 [2] {seed, offset}; from torch's generator if None.
-        cu_seqlens_q, cu_seqlens_kv: int32 [B + 1], rows of the packed sequences; max_seqlen_q, max_seqlen_kv: bounds for
-            them, if known (0 = not).
+        dropout_p: in [0, 1]. The mask depends on dropout_state alone, int64 [2] {seed, offset}; drawn from torch's
+            generator if None.
+        cu_seqlens_q, cu_seqlens_kv: int32 [B + 1], rows of the packed sequences; max_seqlen_q, max_seqlen_kv: bounds
+            for their lengths, if known (0 = not).
         seqlens_kv: int32 [B], keys that count; the rest of k and v is not read.
         block_table: int32 [B, pages per sequence], pages of each sequence. No gradients then.
         kv_batch_idx: int32 [B], the batch row of k and v that each sequence reads.
@@ -91,41 +93,36 @@ def attention(
         NotImplementedError: no kernel of this build and machine computes it.
         TypeError: an argument of the wrong type.
     """
+    if torch.overrides.has_torch_function((q, k, v)):
+        handed: Tensor | tuple[Tensor, Tensor] = torch.overrides.handle_torch_function(
+            attention, (q, k, v), q, k, v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, causal=causal,
+            anchor=anchor, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p,
+            dropout_state=dropout_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, seqlens_kv=seqlens_kv, block_table=block_table,
+            kv_batch_idx=kv_batch_idx, deterministic=deterministic, batch_invariant=batch_invariant,
+            num_splits=num_splits, return_lse=return_lse, engine=engine, kernel=kernel,
+        )  # fmt: skip
+        return handed
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: must be a Tensor, but is {type(x).__name__}")
-    q, k, v = autocast(q, k, v)
-    if dropout_p == 0.0:
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = autocast(q, k, v)
+    if dropout_p == 0:
         dropout_state = None
     elif dropout_state is None:
         dropout_state = _ops.draw_dropout_state(q.device)
-    tensors = (
-        *(q, k, v, _rank_4(mask), _rank_4(bias), alibi_slopes, sinks),
-        *(cu_seqlens_q, cu_seqlens_kv, seqlens_kv, block_table, kv_batch_idx, dropout_state),
-    )
-    options = _native.Options(
-        scale=default_scale(q) if scale is None else float(scale),
-        softcap=float(softcap),
-        dropout_p=float(dropout_p),
-        causal=causal,
-        bottom_right=anchor != "top_left" and bool(_native.anchor_index(anchor)),
-        window_left=window[0],
-        window_right=window[1],
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        batch_invariant=batch_invariant,
-        num_splits=num_splits,
-        engine=0 if engine is None else _native.engine_index(engine),
-        kernel=-1 if kernel is None else _native.kernel_index(kernel, "forward"),
-    )
-    o, lse = attend(tensors, options)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    left, right = _window(window)
+    # The order of _ops.Call.
+    o, lse = attend(
+        q, k, v, rank_4(mask), rank_4(bias), scale, causal, dropout_p, dropout_state, sinks, alibi_slopes, cu_seqlens_q,
+        cu_seqlens_kv, seqlens_kv, block_table, kv_batch_idx, _native.anchor_index(anchor) == 1, left, right, softcap,
+        max_seqlen_q, max_seqlen_kv, deterministic, batch_invariant, num_splits,
+        0 if engine is None else _native.engine_index(engine), kernel,
+    )  # fmt: skip
     return (o, lse) if return_lse else o
-
-
-def default_scale(q: Tensor) -> float:
-    """1 / sqrt(D_qk); 1 when D_qk is 0."""
-    return float(q.shape[-1]) ** -0.5 if q.shape[-1] else 1.0
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,44 +135,55 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _rank_4(x: Tensor | None) -> Tensor | None:
-    while x is not None and x.dim() < 4:
-        x = x.unsqueeze(0)
-    return x
+def rank_4(x: Tensor | None) -> Tensor | None:
+    """A mask or bias with leading dimensions of 1."""
+    if x is None or not isinstance(x, Tensor) or x.dim() >= 4:
+        return x
+    return x[(None,) * (4 - x.dim())]
+
+
+def _window(window: Sequence[int]) -> tuple[int, int]:
+    try:
+        left, right = window
+    except TypeError:
+        raise TypeError(f"window: must be a pair (left, right), but is {type(window).__name__}") from None
+    except ValueError:
+        raise RuntimeError(f"window: must be a pair (left, right), but has {len(window)} elements") from None
+    return left, right
+
+
+# ------------------------------------------------------------------------------------------------------------- explain
 
 
 def explain_text(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, **options: Any) -> str:
-    """The lines of ffpa_forward_explain (ffpa.h) for a call of :func:`attention` with these arguments."""
+    """The lines of ffpa_forward_explain or ffpa_backward_explain (ffpa.h) for a call of :func:`attention` with these
+    arguments. TypeError for an option that it does not have. Nothing is computed."""
+    defaults: dict[str, Any] = attention.__kwdefaults__ or {}
+    for name in options:
+        if name not in defaults:
+            raise TypeError(f"attention() has no option {name!r}")
     q, k, v = autocast(q, k, v)
-    options = {"dropout_p": 0.0, "anchor": "top_left", "window": (-1, -1), **options}
-    scale, window = options.pop("scale", None), options.pop("window")
-    deterministic, engine, kernel = (options.pop(name, None) for name in ("deterministic", "engine", "kernel"))
-    bottom_right = bool(_native.anchor_index(options.pop("anchor")))
-    options.pop("return_lse", None)
+    options = {**defaults, **options}
     tensors: dict[str, Tensor | None] = dict(q=q, k=k, v=v)
+    for name in _native.OPTIONAL_TENSORS:
+        tensors[name] = options.pop(name)
     for name in ("mask", "bias"):
-        tensors[name] = _rank_4(options.pop(name, None))
-    for name in ("alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_kv", "seqlens_kv", "block_table", "kv_batch_idx"):
-        tensors[name] = options.pop(name, None)
-    tensors["dropout_state"] = options.pop("dropout_state", None)
-    tensors["o"] = _ops.dense_like(q, (*q.shape[:3], v.shape[3])) if q.dim() == v.dim() == 4 else None
-    wide = torch.promote_types(q.dtype, torch.float32)
-    tensors["lse"] = torch.empty(q.shape[:3], dtype=wide, device=q.device) if q.dim() == 4 else None
-    call = _native.Options(
-        scale=default_scale(q) if scale is None else float(scale),
-        bottom_right=bottom_right,
-        window_left=window[0],
-        window_right=window[1],
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        engine=0 if engine is None else _native.engine_index(engine),
-        kernel=-1 if kernel is None else _native.kernel_index(kernel, "backward" if backward else "forward"),
-        **options,
-    )
-    threads = torch.get_num_threads() if q.device.type == "cpu" else 0
-    problem = _native.forward_problem({name: _spec(name, x) for name, x in tensors.items()}, call, threads)
+        tensors[name] = rank_4(tensors[name])
+    if q.dim() == v.dim() == 4:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        tensors["o"] = _ops.dense_like(q, (*q.shape[:3], v.shape[3]))
+        tensors["lse"] = torch.empty(q.shape[:3], dtype=wide, device=q.device)
+    if options["deterministic"] is None:
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    kernel = options["kernel"]
+    if backward and kernel is not None:
+        options["kernel"] = kernel.replace("_fwd_", "_bwd_")
+    options["num_threads"] = torch.get_num_threads() if q.device.type == "cpu" else 0
+    del options["return_lse"]
+    problem = _native.forward_problem({name: _spec(name, x) for name, x in tensors.items()}, **options)
     if not backward:
         return _native.explain(problem)
-    gradients = {"dout": tensors["o"], "dq": q, "dk": k, "dv": v, "dbias": tensors["bias"], "dsinks": tensors["sinks"]}
+    gradients = dict(dout=tensors.get("o"), dq=q, dk=k, dv=v, dbias=tensors["bias"], dsinks=tensors["sinks"])
     made = {name: x if x is None or name == "dout" else _ops.dense_like(x, x.shape) for name, x in gradients.items()}
     return _native.explain(_native.backward_problem(problem, {name: _spec(name, x) for name, x in made.items()}))
 
@@ -188,6 +196,8 @@ _DTYPES = {
     torch.bool: "bool",
     torch.int32: "int32",
     torch.int64: "int64",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.int8: "int8",
 }
 
 
@@ -196,6 +206,5 @@ def _spec(name: str, x: Tensor | None) -> _native.TensorSpec | None:
         return None
     if x.device.type not in _native.DEVICES:
         raise RuntimeError(f"{name}: must lie on the CPU or on a CUDA device, but lies on {x.device}")
-    return _native.TensorSpec(
-        x.data_ptr(), _DTYPES.get(x.dtype, str(x.dtype)), x.shape, x.stride(), x.device.type, x.device.index or 0
-    )
+    dtype = _DTYPES.get(x.dtype, str(x.dtype))
+    return _native.TensorSpec(x.data_ptr(), dtype, x.shape, x.stride(), x.device.type, x.device.index or 0)

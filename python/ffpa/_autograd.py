@@ -1,108 +1,130 @@
-"""Gradients of torch.ops.ffpa.forward. SPDX-License-Identifier: Apache-2.0
+"""Derivatives of torch.ops.ffpa.forward. SPDX-License-Identifier: Apache-2.0
 
-Two Functions with one forward and one backward: the plain one for eager and compiled code, and the setup_context one,
-slower to call, that torch.func's transforms need. ``register_autograd`` is not used: it costs more per call and gives
-silent zeros for second and forward-mode derivatives. Here those run as differentiable torch math (``_math``).
+Reverse mode runs torch.ops.ffpa.backward; second derivatives and forward mode run as differentiable torch operations
+(``_math``). Each of the two Functions below comes in two styles: a plain one for eager and compiled code, and a
+setup_context one, slower to call, that torch.func's transforms need. ``register_autograd`` is not used: it costs more
+per call and gives silent zeros for second and forward-mode derivatives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
-from . import _math, _native, _ops
+from . import _math, _ops
+from . import _vmap as _vmap
+from ._ops import GRADIENTS, Call
 
-__all__ = ["attend"]
-
-_TENSORS = 13  # arguments of the op that are tensors; its options follow
-_DIFFERENTIABLE = (0, 1, 2, 4, 6)  # q, k, v, bias, sinks among them
+__all__ = ["attend", "wants_derivatives"]
 
 
-def attend(tensors: tuple[Tensor | None, ...], options: _native.Options) -> tuple[Tensor, Tensor]:
-    """(o, lse) with whatever derivatives are asked for; arguments as for :func:`ffpa._ops.forward`."""
-    if not torch.compiler.is_compiling():
-        if forward_ad._current_level >= 0:
-            return _math.forward(tensors, options)
+def attend(*call: Any) -> tuple[Tensor, Tensor]:
+    """(o, lse) of the arguments of :class:`Call` with whatever derivatives are asked for."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         if torch._C._are_functorch_transforms_active():
-            return _split(_Transformable.apply(*tensors, *options))  # type: ignore[no-untyped-call]
-    if torch.is_grad_enabled():
-        for index in _DIFFERENTIABLE:
-            x = tensors[index]
-            if x is not None and x.requires_grad:
-                if torch.compiler.is_compiling():
-                    tensors = _distinct(tensors)
-                return _split(_Plain.apply(*tensors, *options))  # type: ignore[no-untyped-call]
-    return _ops.forward(tensors, options)
+            if any(level.key() == TransformType.Jvp for level in retrieve_all_functorch_interpreters()):
+                return _math.forward(Call(*call))
+            return _pair(_TransformableForward.apply(*call))  # type: ignore[no-untyped-call]
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in call):
+            return _math.forward(Call(*call))
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call):
+        if compiling:
+            call = _distinct(call)
+        return _pair(_Forward.apply(*call))  # type: ignore[no-untyped-call]
+    return _ops.forward(*call)
 
 
-def _distinct(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def wants_derivatives(*tensors: Tensor | None) -> bool:
+    """Whether `attend` would do more than call the op."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return True
+    return not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _distinct(call: Sequence[Any]) -> tuple[Any, ...]:
     """A tensor given twice (self-attention, K = V) as two views: torch.compile takes no Function with equal inputs."""
-    found: list[Tensor | None] = []
-    for x in tensors:
-        found.append(x.view_as(x) if x is not None and any(x is y for y in found) else x)
+    found: list[Any] = []
+    for x in call:
+        found.append(x.view_as(x) if isinstance(x, Tensor) and any(x is y for y in found) else x)
     return tuple(found)
 
 
-def _split(results: Any) -> tuple[Tensor, Tensor]:
+def _pair(results: Any) -> tuple[Tensor, Tensor]:
     o, lse = results
     return o, lse
 
 
-def _save(ctx: Any, arguments: tuple[Any, ...], o: Tensor, lse: Tensor) -> None:
-    ctx.save_for_backward(*arguments[:_TENSORS], o, lse)
-    ctx.options = arguments[_TENSORS:]
+# --------------------------------------------------------------------------------------------------- first derivatives
+
+
+def _save(ctx: Any, arguments: Sequence[Any], *results: Tensor) -> None:
+    """Keep tensors where autograd watches them, the rest beside them."""
+    ctx.save_for_backward(*results, *(x if isinstance(x, Tensor) else None for x in arguments))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, o, lse = ctx.saved_tensors
-    options = ctx.options
-    gradients: list[Tensor | None] = [None] * (_TENSORS + len(options))
-    needed = [ctx.needs_input_grad[index] for index in _DIFFERENTIABLE]
-    if (dout is None and dlse is None) or not any(needed):
+def _saved(ctx: Any, results: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    tensors = ctx.saved_tensors
+    arguments = (other if x is None else x for x, other in zip(tensors[results:], ctx.others, strict=True))
+    return tensors[:results], tuple(arguments)
+
+
+def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    (o, lse), call = _saved(ctx, 2)
+    gradients: list[Tensor | None] = [None] * len(call)
+    places = [place for place in GRADIENTS if place < len(call)]
+    needs = sum(1 << bit for bit, place in enumerate(places) if ctx.needs_input_grad[place])
+    if needs == 0 or (dout is None and dlse is None):
         return tuple(gradients)
     if dout is None:
-        dout = torch.zeros_like(o)
-    found: tuple[Tensor | None, ...]
-    if torch.is_grad_enabled():  # create_graph=True, torch.func.grad
-        found = _math.backward(dout, dlse, tensors, options, needed)
-    else:
-        found = _ops.backward(dout, dlse, tensors, o, lse, _for_backward(options), needed)
-    for index, need, gradient in zip(_DIFFERENTIABLE, needed, found, strict=True):
-        if need:
-            gradients[index] = gradient
+        dout = o.new_zeros(()).expand(o.shape)
+    if len(call) == len(Call._fields) and call[-1] is not None:
+        call = (*call[:-1], call[-1].replace("_fwd_", "_bwd_"))  # a forced forward kernel forces its sibling
+    found: Any
+    if not torch.is_grad_enabled():
+        found = _ops.backward(dout, dlse, o, lse, needs, *call)
+    elif torch._C._are_functorch_transforms_active():
+        found = _TransformableBackward.apply(dout, dlse, o, lse, needs, *call)  # type: ignore[no-untyped-call]
+    else:  # create_graph=True
+        found = _Backward.apply(dout, dlse, o, lse, needs, *call)  # type: ignore[no-untyped-call]
+    for bit, place in enumerate(places):
+        if needs >> bit & 1:
+            gradients[place] = found[bit]
     return tuple(gradients)
 
 
-def _for_backward(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A forced forward kernel forces its sibling."""
-    kernel = options[-1]
-    if kernel < 0:
-        return options
-    return (*options[:-1], _native.kernel_index(_native.kernels()[kernel].name, "backward"))
-
-
-class _Plain(torch.autograd.Function):
+class _Forward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        o, lse = _ops.forward(arguments[:_TENSORS], arguments[_TENSORS:])
-        _save(ctx, arguments, o, lse)
+    def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor]:
+        o, lse = _ops.forward(*call)
+        _save(ctx, call, o, lse)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, *gradients)
+        return _forward_backward(ctx, *gradients)
 
 
-class _Transformable(torch.autograd.Function):
+class _TransformableForward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return _ops.forward(arguments[:_TENSORS], arguments[_TENSORS:])
+    def forward(*call: Any) -> tuple[Tensor, Tensor]:
+        return _ops.forward(*call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -110,4 +132,61 @@ class _Transformable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, *gradients)
+        return _forward_backward(ctx, *gradients)
+
+
+# -------------------------------------------------------------------------------------------------- second derivatives
+# The gradients as functions of dout, dlse and the call's tensors; o and lse are results of these and have no part.
+
+_OWN = 5  # dout, dlse, o, lse, needs
+
+
+def _backward_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    _, arguments = _saved(ctx, 0)
+    dout, dlse, _, _, needs, *rest = arguments
+    results: list[Tensor | None] = [None] * len(arguments)
+    places = [i for i in (0, 1, *(_OWN + place for place in GRADIENTS)) if i < len(arguments)]
+    places = [i for i in places if ctx.needs_input_grad[i]]
+    asked = [bit for bit in range(len(GRADIENTS)) if needs >> bit & 1 and gradients[bit] is not None]
+    if not places or not asked:
+        return tuple(results)
+
+    def of(*inputs: Tensor) -> tuple[Tensor | None, ...]:
+        changed = [dout, dlse, None, None, needs, *rest]
+        for place, x in zip(places, inputs, strict=True):
+            changed[place] = x
+        found = _math.backward(changed[0], changed[1], needs, Call(*changed[_OWN:]))
+        return tuple(found[bit] for bit in asked)
+
+    _, pull_back = _math.vjp(of, *(arguments[place] for place in places))
+    found = pull_back(tuple(gradients[bit] for bit in asked))
+    for place, gradient in zip(places, found, strict=True):
+        results[place] = gradient
+    return tuple(results)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        _save(ctx, arguments)
+        return _ops.backward(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        return _backward_backward(ctx, *gradients)
+
+
+class _TransformableBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return _ops.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _save(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        return _backward_backward(ctx, *gradients)

@@ -1,20 +1,33 @@
 """libffpa.so through ctypes: a mirror of ffpa.h. SPDX-License-Identifier: Apache-2.0
 
-The torch ops have a binding of their own (python/binding); this one serves what needs no torch: ``ffpa.numpy``, lists of
-kernels and devices, ``explain``. The library is looked for in the folder FFPA_LIBRARY_PATH names, else beside this file.
+The torch ops have a binding of their own (python/binding); this one serves what needs no torch: ``ffpa.numpy``, lists
+of kernels and devices, ``explain``. The library is looked for in the folder that FFPA_LIBRARY_PATH names, else beside
+this file.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["BackwardProblem", "DeviceInfo", "ForwardProblem", "KernelInfo", "Plan", "Tensor", "TensorSpec"]
+__all__ = [
+    "BackwardProblem",
+    "DeviceInfo",
+    "ForwardProblem",
+    "KernelInfo",
+    "Plan",
+    "Tensor",
+    "TensorSpec",
+    "devices",
+    "kernels",
+    "library_path",
+    "version",
+]
 
 DTYPES = ("none", "fp64", "fp32", "fp16", "bf16", "bool", "int32", "int64", "fp8_e4m3", "fp4_e2m1", "int8")
 ENGINES = ("auto", "ref", "cpu", "cuda")
@@ -22,6 +35,10 @@ DEVICES = ("cpu", "cuda")
 ANCHORS = ("top_left", "bottom_right")
 _OK, _INVALID_ARGUMENT, _NOT_SUPPORTED = 0, 1, 2
 _MAX_RANK = 4
+OPTIONAL_TENSORS = (
+    *("mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_kv"),
+    *("seqlens_kv", "block_table", "kv_batch_idx", "dropout_state"),
+)
 
 
 class Tensor(ctypes.Structure):
@@ -113,7 +130,6 @@ class _DeviceInfo(ctypes.Structure):
 class KernelInfo(NamedTuple):
     """A kernel of this build."""
 
-    index: int
     name: str
     """<arch>_<pass>_<idea>"""
     summary: str
@@ -135,7 +151,7 @@ class DeviceInfo(NamedTuple):
 
     type: str
     """"cpu" or "cuda"."""
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple's
     name: str
     features: str
     processors: int
@@ -224,7 +240,6 @@ def kernels() -> tuple[KernelInfo, ...]:
         pass_ = ("forward", "backward")[info.pass_]
         found.append(
             KernelInfo(
-                index,
                 info.name.decode(),
                 info.summary.decode(),
                 pass_,
@@ -238,22 +253,10 @@ def kernels() -> tuple[KernelInfo, ...]:
     return tuple(found)
 
 
-def kernel_index(name: str, pass_: str) -> int:
-    """Index of a kernel for one pass; a name of the other pass means its sibling (avx2_fwd_tiled, avx2_bwd_tiled).
-
-    RuntimeError if there is none.
-    """
-    arch, _, idea = name.replace("_bwd_", "_fwd_").partition("_fwd_")
-    names = (name, f"{arch}_{'fwd' if pass_ == 'forward' else 'bwd'}_{idea}")
-    for kernel in kernels():
-        if kernel.pass_ == pass_ and kernel.name in names:
-            return kernel.index
-    known = ", ".join(k.name for k in kernels() if k.pass_ == pass_)
-    raise RuntimeError(f'kernel: must name a {pass_} kernel of this build ({known}), but is "{name}"')
-
-
 def engine_index(name: str) -> int:
     """Value of an engine's name ("auto", "ref", "cpu", "cuda"). RuntimeError for any other."""
+    if not isinstance(name, str):
+        raise TypeError(f"engine: must be a string, but is {type(name).__name__}")
     if name not in ENGINES:
         raise RuntimeError(f'engine: must be one of {", ".join(ENGINES)}, but is "{name}"')
     return ENGINES.index(name)
@@ -261,6 +264,8 @@ def engine_index(name: str) -> int:
 
 def anchor_index(name: str) -> int:
     """Value of an anchor's name ("top_left", "bottom_right"). RuntimeError for any other."""
+    if not isinstance(name, str):
+        raise TypeError(f"anchor: must be a string, but is {type(name).__name__}")
     if name not in ANCHORS:
         raise RuntimeError(f'anchor: must be "top_left" or "bottom_right", but is "{name}"')
     return ANCHORS.index(name)
@@ -307,45 +312,43 @@ def tensor(name: str, spec: TensorSpec | None) -> Tensor:
     )
 
 
-class Options(NamedTuple):
-    """The numbers of a problem, in the order in which the torch ops take them."""
+def forward_problem(
+    tensors: Mapping[str, TensorSpec | None],
+    *,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    anchor: str = "top_left",
+    engine: str | None = None,
+    kernel: str | None = None,
+    **numbers: Any,
+) -> ForwardProblem:
+    """``ffpa_forward_problem`` from named tensors and the options of :func:`ffpa.attention`.
 
-    scale: float
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    causal: bool = False
-    bottom_right: bool = False
-    window_left: int = -1
-    window_right: int = -1
-    max_seqlen_q: int = 0
-    max_seqlen_kv: int = 0
-    deterministic: bool = False
-    batch_invariant: bool = False
-    num_splits: int = 0
-    engine: int = 0
-    kernel: int = -1
-    """Index of :func:`kernels`, -1 = not forced."""
-
-
-def forward_problem(tensors: dict[str, TensorSpec | None], options: Options, num_threads: int = 0) -> ForwardProblem:
-    """``ffpa_forward_problem`` from named tensors and options."""
+    ``numbers``: further fields by their names. TypeError or RuntimeError for values that do not fit them.
+    """
     problem = ForwardProblem()
     _initialise(lib(), problem)
     for name, spec in tensors.items():
         setattr(problem, name, tensor(name, spec))
-    values: dict[str, Any] = options._asdict()
-    problem.anchor = int(values.pop("bottom_right"))
-    kernel = values.pop("kernel")
-    if kernel >= 0:
-        problem.kernel = kernels()[kernel].name.encode()
-    for name, value in values.items():
-        setattr(problem, name, value)
-    problem.has_scale = 1
-    problem.num_threads = num_threads
+    numbers["window_left"], numbers["window_right"] = window
+    numbers["anchor"] = anchor_index(anchor)
+    numbers["engine"] = 0 if engine is None else engine_index(engine)
+    if scale is not None:
+        numbers["has_scale"], numbers["scale"] = 1, scale
+    if kernel is not None:
+        problem.kernel = kernel.encode()
+    for name, value in numbers.items():
+        try:
+            setattr(problem, name, value)
+        except TypeError:
+            raise TypeError(f"{name}: must be a number, but is {type(value).__name__}") from None
+        stored = getattr(problem, name)
+        if stored != value and value == value:  # an int that does not fit; NaN never equals itself
+            raise RuntimeError(f"{name}: must fit its field of the C interface, but is {value}")
     return problem
 
 
-def backward_problem(forward: ForwardProblem, tensors: dict[str, TensorSpec | None]) -> BackwardProblem:
+def backward_problem(forward: ForwardProblem, tensors: Mapping[str, TensorSpec | None]) -> BackwardProblem:
     """``ffpa_backward_problem`` from the forward's and the gradients' tensors."""
     problem = BackwardProblem()
     _initialise(lib(), problem)
