@@ -122,7 +122,7 @@ struct Rows {
   }
 
   void all() const {
-    const int64_t n_q = present(p.q) ? p.q.extent[2] : 0, each = a.n_new + n_q;
+    const int64_t n_q = has_elements(p.q) ? p.q.extent[2] : 0, each = a.n_new + n_q;
     const int64_t columns = a.h_kv * (a.d_qk + a.d_v) * a.n_new + (n_q ? p.q.extent[1] * a.d_qk * n_q : 0);
     constexpr int64_t kWorthThreads = 1 << 16;  // elements; below, waking a thread costs more than the work
     const int threads = p.num_threads ? p.num_threads : features().processors;

@@ -148,6 +148,30 @@ TEST(Append, RotatesQueriesInPlaceAndAnyStrides) {
                 load_element(b.p.k_cache, at(b.p.k_cache, 1, h, 8, d)));
 }
 
+TEST(Append, ThreadsChangeNothing) {
+  std::vector<float> results[2];
+  for (const int32_t threads : {1, 3}) {
+    Memory m;
+    ffpa_append_problem p;
+    ffpa_append_problem_init(&p);
+    std::mt19937 rng(3);
+    p.k_new = m.tensor(FFPA_FP32, {2, 3, 64, 128});  // large enough to be shared out
+    p.v_new = m.tensor(FFPA_FP32, {2, 3, 64, 128});
+    p.q = m.tensor(FFPA_FP32, {2, 6, 64, 128});
+    p.rotary_cos = m.tensor(FFPA_FP32, {64, 32});
+    p.rotary_sin = m.tensor(FFPA_FP32, {64, 32});
+    for (const ffpa_tensor* t : {&p.k_new, &p.v_new, &p.q, &p.rotary_cos, &p.rotary_sin}) randomise(*t, rng);
+    p.k_cache = m.tensor(FFPA_FP32, {2, 3, 70, 128});
+    p.v_cache = m.tensor(FFPA_FP32, {2, 3, 70, 128});
+    p.q_rotated = m.tensor(FFPA_FP32, {2, 6, 64, 128});
+    p.num_threads = threads;
+    ASSERT_EQ(ffpa_append(&p, nullptr), FFPA_OK) << ffpa_last_error();
+    for (const ffpa_tensor* t : {&p.k_cache, &p.v_cache, &p.q_rotated})
+      for (int64_t i = 0; i < count(*t); ++i) results[threads == 3].push_back(static_cast<float>(load_element(*t, i)));
+  }
+  EXPECT_EQ(results[0], results[1]);
+}
+
 TEST(Append, NothingToAppend) {
   Appending a(Cache::kDense, FFPA_FP32, 0, FFPA_FP32);
   a.p.k_new.extent[2] = a.p.v_new.extent[2] = 0;
