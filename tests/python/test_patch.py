@@ -4,6 +4,7 @@ hands on."""
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -375,7 +376,7 @@ def test_says_why_once_per_kind() -> None:
         F.scaled_dot_product_attention(Q.as_subclass(Loud), K, V)
     ours = [w for w in said if issubclass(w.category, FallbackWarning)]
     assert len(ours) == 2 and sum(patch.fallbacks.values()) == 3 and len(patch.fallbacks) == 2
-    assert "fp64" in str(ours[0].message) and "handed to torch" in str(ours[0].message)
+    assert re.search("handed to torch: .*(fp64|float64)", str(ours[0].message))
     assert ours[0].filename == __file__
     with warnings.catch_warnings(record=True) as said, patch_sdpa():  # a new patch says it again
         warnings.simplefilter("always")
@@ -386,7 +387,7 @@ def test_says_why_once_per_kind() -> None:
 def test_strict_raises_the_reason(taken: list[tuple[int, ...]]) -> None:
     with patch_sdpa(strict=True):
         F.scaled_dot_product_attention(Q, K, V)
-        with pytest.raises(NotImplementedError, match=r"handed to torch: .*fp64"):
+        with pytest.raises(NotImplementedError, match=r"handed to torch: .*(fp64|float64)"):
             double()
         with patch_sdpa(), pytest.raises(NotImplementedError):  # the strictest active patch counts, whatever the order
             double()
@@ -407,18 +408,14 @@ def test_nothing_is_kept_alive() -> None:
         assert alive() is None
 
 
-def test_long_context_makes_no_square() -> None:
-    """D 512, grouped heads, N 2048: the scores alone would be 128 MB; the call must stay far below."""
-    tracemalloc = pytest.importorskip("torch.profiler")
-    q, kv = randn(1, 8, 2048, 512, dtype=torch.bfloat16), randn(1, 2, 2048, 512, dtype=torch.bfloat16)
-    with (
-        patch_sdpa(strict=True),
-        tracemalloc.profile(activities=[tracemalloc.ProfilerActivity.CPU], profile_memory=True) as seen,
-    ):
+def test_grouped_heads_of_512_make_no_square() -> None:
+    """The scores would take 16 MB in half precision; no single allocation may be larger than the output, 4 MB."""
+    q, kv = (randn(1, h, 1024, 512, dtype=torch.bfloat16) for h in (4, 1))
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with patch_sdpa(strict=True), torch.profiler.profile(activities=cpu, profile_memory=True) as seen:
         F.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)
     largest = max(abs(event.self_cpu_memory_usage) for event in seen.key_averages())
-    assert largest < 6 * (q.nbytes + 2 * kv.nbytes)
-    assert largest < 2048 * 2048 * 8 * 2
+    assert q.nbytes <= largest < 1.5 * q.nbytes
 
 
 def test_package_names() -> None:

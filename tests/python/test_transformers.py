@@ -69,15 +69,15 @@ def deepseek_v4() -> (
 ):  # D 512, sinks, K is V, a mask that the model extends by arithmetic; both kinds of compression
     kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
     return DeepseekV4Config(
-        **COMMON, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=1, head_dim=512, q_lora_rank=32,
-        o_lora_rank=16, o_groups=4, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        **COMMON, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1, head_dim=512, q_lora_rank=32,
+        o_lora_rank=16, o_groups=2, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
         layer_types=kinds, sliding_window=16, index_n_heads=2, index_head_dim=64, index_topk=8, mlp_layer_types=["moe"]
         * 3, num_nextn_predict_layers=0,
     )  # fmt: skip
 
 
 MODELS = [llama, mistral, gemma2, gpt_oss, gemma4, deepseek_v4]
-LENGTH = {deepseek_v4: 300}  # beyond two of its compression blocks
+LENGTH = {deepseek_v4: 270}  # beyond two of its compression blocks
 
 
 def build(config: Callable[[], Any]) -> Any:
