@@ -98,9 +98,21 @@ void check_tensor(const Arg& arg, int rank, Use use, const Arg& device) {
   if (use == Use::kWritten) check_no_overlap(arg);
 }
 
-void check_dtype(const Arg& arg, std::initializer_list<int32_t> allowed, const std::string& rule) {
+void check_dtype(const Arg& arg, std::initializer_list<int32_t> allowed, const char* rule) {
   if (std::find(allowed.begin(), allowed.end(), arg.t.dtype) == allowed.end())
     refuse(arg.name, ": dtype must be ", rule, ", but is ", dtype_name(arg.t.dtype));
+}
+
+void check_dtype_of(const Arg& arg, const Arg& other) {
+  if (arg.t.dtype != other.t.dtype)
+    refuse(arg.name, ": dtype must be ", other.name, "'s, ", dtype_name(other.t.dtype), ", but is ",
+           dtype_name(arg.t.dtype));
+}
+
+void check_fp32_or_dtype_of(const Arg& arg, const Arg& other) {
+  if (arg.t.dtype != FFPA_FP32 && arg.t.dtype != other.t.dtype)
+    refuse(arg.name, ": dtype must be fp32 or ", other.name, "'s, ", dtype_name(other.t.dtype), ", but is ",
+           dtype_name(arg.t.dtype));
 }
 
 void check_extent(const Arg& arg, int axis, const char* symbol, const char* whose, int64_t wanted) {

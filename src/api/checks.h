@@ -54,8 +54,9 @@ void check_tensor(const Arg& arg, int rank, Use use, const Arg& device);
 bool given(const Arg& arg);
 void check_given(const Arg& arg);
 void check_absent(const Arg& arg, const char* rule);
-// `rule` says which, e.g. "fp32 or q's, bf16".
-void check_dtype(const Arg& arg, std::initializer_list<int32_t> allowed, const std::string& rule);
+void check_dtype(const Arg& arg, std::initializer_list<int32_t> allowed, const char* rule);
+void check_dtype_of(const Arg& arg, const Arg& other);          // "k: dtype must be q's, fp32, but is bf16"
+void check_fp32_or_dtype_of(const Arg& arg, const Arg& other);  // "bias: dtype must be fp32 or q's, fp16, but is bf16"
 // "k: extent 3 (D_qk) must equal q's, 64, but is 32"
 void check_extent(const Arg& arg, int axis, const char* symbol, const char* whose, int64_t wanted);
 // The same for an axis that may be 1 (broadcast).

@@ -74,7 +74,7 @@ void check_qkv(const Args& a, Problem* p) {
     if (arg.t.dtype == FFPA_FP8_E4M3 || arg.t.dtype == FFPA_FP4_E2M1 || arg.t.dtype == FFPA_INT8)
       not_supported(arg.name, ": dtype ", dtype_name(arg.t.dtype),
                     " is reserved for quantised inputs and not computed yet");
-    check_dtype(arg, {a.q.t.dtype}, words("q's, ", dtype_name(a.q.t.dtype)));
+    check_dtype_of(arg, a.q);
   }
   p->h_q = a.q.extent(1);
   p->h_kv = a.k.extent(1);
@@ -203,8 +203,6 @@ void check_score_shape(const Arg& arg, const Problem& p, const Longest& longest)
   rows(3, "N_kv", p.packed_kv() || p.paged(), p.n_kv, longest.kv, "max_seqlen_kv", p.fwd().max_seqlen_kv);
 }
 
-std::string fp32_or_qs(const Arg& q) { return words("fp32 or q's, ", dtype_name(q.t.dtype)); }
-
 void check_score_options(const Args& a, const Problem& p, const Longest& longest) {
   if (given(a.mask)) {
     check_tensor(a.mask, 4, Use::kRead, a.q);
@@ -213,7 +211,7 @@ void check_score_options(const Args& a, const Problem& p, const Longest& longest
   }
   if (given(a.bias)) {
     check_tensor(a.bias, 4, Use::kRead, a.q);
-    check_dtype(a.bias, {FFPA_FP32, a.q.t.dtype}, fp32_or_qs(a.q));
+    check_fp32_or_dtype_of(a.bias, a.q);
     check_score_shape(a.bias, p, longest);
   }
   if (given(a.alibi_slopes)) {
@@ -225,7 +223,7 @@ void check_score_options(const Args& a, const Problem& p, const Longest& longest
   }
   if (given(a.sinks)) {
     check_tensor(a.sinks, 1, Use::kRead, a.q);
-    check_dtype(a.sinks, {FFPA_FP32, a.q.t.dtype}, fp32_or_qs(a.q));
+    check_fp32_or_dtype_of(a.sinks, a.q);
     check_extent(a.sinks, 0, "H_q", "q's", p.h_q);
   }
   if (given(a.dropout_state)) {
@@ -239,7 +237,7 @@ void check_score_options(const Args& a, const Problem& p, const Longest& longest
 // o or dout: q's rows, v's width.
 void check_like_o(const Arg& arg, Use use, const Args& a, const Problem& p) {
   check_tensor(arg, 4, use, a.q);
-  check_dtype(arg, {a.q.t.dtype}, words("q's, ", dtype_name(a.q.t.dtype)));
+  check_dtype_of(arg, a.q);
   check_extent(arg, 0, "B", "q's", a.q.extent(0));
   check_extent(arg, 1, "H_q", "q's", p.h_q);
   check_extent(arg, 2, p.packed_q() ? "T_q" : "N_q", "q's", a.q.extent(2));
@@ -250,7 +248,9 @@ void check_like_o(const Arg& arg, Use use, const Args& a, const Problem& p) {
 void check_like_lse(const Arg& arg, Use use, const Args& a, const Problem& p) {
   const int32_t dtype = a.q.t.dtype == FFPA_FP64 ? FFPA_FP64 : FFPA_FP32;
   check_tensor(arg, 3, use, a.q);
-  check_dtype(arg, {dtype}, words(dtype_name(dtype), " when q is ", dtype_name(a.q.t.dtype)));
+  if (arg.t.dtype != dtype)
+    refuse(arg.name, ": dtype must be ", dtype_name(dtype), " when q is ", dtype_name(a.q.t.dtype), ", but is ",
+           dtype_name(arg.t.dtype));
   check_extent(arg, 0, "B", "q's", a.q.extent(0));
   check_extent(arg, 1, "H_q", "q's", p.h_q);
   check_extent(arg, 2, p.packed_q() ? "T_q" : "N_q", "q's", a.q.extent(2));
@@ -273,7 +273,7 @@ void check_forward(const Args& a, Problem* p) {
 
 void check_gradient(const Arg& gradient, const Arg& of, const Arg& q) {
   check_tensor(gradient, of.t.rank, Use::kWritten, q);
-  check_dtype(gradient, {of.t.dtype}, words(of.name, "'s, ", dtype_name(of.t.dtype)));
+  check_dtype_of(gradient, of);
   for (int axis = 0; axis < of.t.rank; ++axis)
     if (gradient.extent(axis) != of.extent(axis))
       refuse(gradient.name, ": extent ", axis, " must equal ", of.name, "'s, ", of.extent(axis), ", but is ",

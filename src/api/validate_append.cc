@@ -34,12 +34,11 @@ void check_rows(const AppendArgs& a, Append* p) {
   p->h_kv = a.k_new.extent(1);
   p->n_new = a.k_new.extent(2);
   p->d_qk = a.k_new.extent(3);
-  const std::string k_dtype = words("k_new's, ", dtype_name(a.k_new.t.dtype));
   const bool paged = given(a.block_table);
   const char* rows = paged ? "page rows" : "capacity";
 
   check_tensor(a.k_cache, 4, Use::kWritten, a.k_new);
-  check_dtype(a.k_cache, {a.k_new.t.dtype}, k_dtype);
+  check_dtype_of(a.k_cache, a.k_new);
   check_extent(a.k_cache, 1, "H_kv", "k_new's", p->h_kv);
   check_extent(a.k_cache, 3, "D_qk", "k_new's", p->d_qk);
 
@@ -47,13 +46,13 @@ void check_rows(const AppendArgs& a, Append* p) {
     check_absent(a.v_cache, "must be absent when v_new is");
   } else {
     check_tensor(a.v_new, 4, Use::kRead, a.k_new);
-    check_dtype(a.v_new, {a.k_new.t.dtype}, k_dtype);
+    check_dtype_of(a.v_new, a.k_new);
     check_extent(a.v_new, 0, "B", "k_new's", p->n_seqs);
     check_extent(a.v_new, 1, "H_kv", "k_new's", p->h_kv);
     check_extent(a.v_new, 2, "N_new", "k_new's", p->n_new);
     p->d_v = a.v_new.extent(3);
     check_tensor(a.v_cache, 4, Use::kWritten, a.k_new);
-    check_dtype(a.v_cache, {a.k_new.t.dtype}, k_dtype);
+    check_dtype_of(a.v_cache, a.k_new);
     check_extent(a.v_cache, 0, paged ? "P" : "B_cache", "k_cache's", a.k_cache.extent(0));
     check_extent(a.v_cache, 1, "H_kv", "k_new's", p->h_kv);
     check_extent(a.v_cache, 2, rows, "k_cache's", a.k_cache.extent(2));
@@ -116,9 +115,9 @@ void check_rotation(const AppendArgs& a, Append* p) {
   }
   for (const Arg& table : {a.rotary_cos, a.rotary_sin}) {
     check_tensor(table, 2, Use::kRead, a.k_new);
-    check_dtype(table, {FFPA_FP32, a.k_new.t.dtype}, words("fp32 or k_new's, ", dtype_name(a.k_new.t.dtype)));
+    check_fp32_or_dtype_of(table, a.k_new);
   }
-  check_dtype(a.rotary_sin, {a.rotary_cos.t.dtype}, words("rotary_cos's, ", dtype_name(a.rotary_cos.t.dtype)));
+  check_dtype_of(a.rotary_sin, a.rotary_cos);
   check_extent(a.rotary_sin, 0, "positions", "rotary_cos's", a.rotary_cos.extent(0));
   check_extent(a.rotary_sin, 1, "R/2", "rotary_cos's", a.rotary_cos.extent(1));
   if (a.rotary_cos.extent(1) > p->d_qk / 2)
@@ -129,11 +128,11 @@ void check_rotation(const AppendArgs& a, Append* p) {
   int64_t n_q = 0;
   if (given(a.q)) {
     check_tensor(a.q, 4, Use::kRead, a.k_new);
-    check_dtype(a.q, {a.k_new.t.dtype}, words("k_new's, ", dtype_name(a.k_new.t.dtype)));
+    check_dtype_of(a.q, a.k_new);
     check_extent(a.q, 0, "B", "k_new's", p->n_seqs);
     check_extent(a.q, 3, "D_qk", "k_new's", p->d_qk);
     check_tensor(a.q_rotated, 4, Use::kWritten, a.k_new);
-    check_dtype(a.q_rotated, {a.k_new.t.dtype}, words("k_new's, ", dtype_name(a.k_new.t.dtype)));
+    check_dtype_of(a.q_rotated, a.k_new);
     for (int axis = 0; axis < 4; ++axis)
       check_extent(a.q_rotated, axis, std::array{"B", "H_q", "N_q", "D_qk"}[axis], "q's", a.q.extent(axis));
     n_q = p->args.rotary_q_fixed ? std::min<int64_t>(a.q.extent(2), 1) : a.q.extent(2);
