@@ -339,6 +339,8 @@ def flash_attn_with_kvcache(
             block_table, seqlens = _without_leftpad(k_cache, cache_leftpad, seqlens, cache_batch_idx)
             keys, values = (x.flatten(0, 1).unsqueeze(2) for x in (k_cache, v_cache))
             cache_batch_idx = None
+        if block_table is None and cache_batch_idx is None:
+            keys, values = keys[:batch], values[:batch]  # a cache may have room for more sequences
         options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, q.device)
         out, lse = _pair(
             attention(

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ffpa import flash_attn_with_kvcache
@@ -136,6 +138,62 @@ def test_rotation(rows: int | None, case: str, width: int, interleaved: bool) ->
         everything = torch.cat([cache.content[b][0], keys]), torch.cat([cache.content[b][1], v[b]])
         wanted, _, _ = attend(*(x.transpose(0, 1) for x in (query, *everything)), **how)
         check(out[b].transpose(0, 1), wanted, f"out of sequence {b}")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_random_combinations(data: st.DataObject) -> None:
+    """Every option drawn together; what the formula says of each sequence, or nothing."""
+    draw = data.draw
+    batch, h_kv, group = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    d, n_q, n_new = draw(st.sampled_from([8, 24, 64])), draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    lengths = draw(st.lists(st.integers(0, 12), min_size=batch, max_size=batch))
+    layout, rows = draw(st.sampled_from(["dense", "indexed", "padded", "paged"])), draw(st.integers(1, 7))
+    causal, window = draw(st.booleans()), (draw(st.integers(-1, 6)), draw(st.integers(-1, 3)))
+    softcap, scale = draw(st.sampled_from([0.0, 1.5])), draw(st.sampled_from([None, -0.5, 0.0]))
+    slopes = draw(st.sampled_from([None, torch.rand(h_kv * group), torch.rand(batch, h_kv * group)]))
+    turn = n_new > 0 and draw(st.booleans())
+    interleaved, splits = draw(st.booleans()), draw(st.integers(0, 3))
+
+    capacity = 18
+    pages = -(-capacity // rows)
+    places = batch * pages if layout == "paged" else batch + 1
+    order = torch.randperm(places)
+    table = order.view(batch, pages).to(torch.int32) if layout == "paged" else None
+    index = order[:batch].to(torch.int32) if layout in ("indexed", "padded") else None
+    pad = int32([draw(st.integers(0, n)) for n in lengths]) if layout == "padded" else None
+    k_cache, v_cache = (torch.full((places, rows if layout == "paged" else capacity, h_kv, d), torch.nan) for _ in "kv")
+    held = [[torch.randn(n, h_kv, d) for _ in "kv"] for n in lengths]
+    for b, n in enumerate(lengths):
+        for j in range(0 if pad is None else int(pad[b]), n):
+            at = (b, j) if index is None else (int(index[b]), j)
+            at = at if table is None else (int(table[b, j // rows]), j % rows)
+            k_cache[at], v_cache[at] = held[b][0][j], held[b][1][j]
+    q, new = torch.randn(batch, n_q, h_kv * group, d), [torch.randn(batch, n_new, h_kv, d) for _ in "kv"]
+    angles = torch.rand(capacity + 5, d // 4)
+    given_rows: dict[str, Any] = dict(k=new[0], v=new[1]) if n_new else {}
+    if turn:
+        given_rows |= dict(rotary_cos=angles.cos(), rotary_sin=angles.sin(), rotary_interleaved=interleaved)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, **given_rows, cache_seqlens=int32(lengths), cache_batch_idx=index, cache_leftpad=pad,
+        block_table=table, softmax_scale=scale, causal=causal, window_size=window, softcap=softcap, alibi_slopes=slopes,
+        num_splits=splits, return_softmax_lse=True,
+    )  # fmt: skip
+    for b, n in enumerate(lengths):
+        query, keys = q[b], new[0][b]
+        if turn:
+            of_q = torch.arange(n, n + n_q) if causal or window != (-1, -1) else torch.full((n_q,), n)
+            query = rotate(query, angles.cos(), angles.sin(), of_q, interleaved)
+            keys = rotate(keys, angles.cos(), angles.sin(), torch.arange(n, n + n_new), interleaved)
+        first = 0 if pad is None else int(pad[b])
+        everything = torch.cat([held[b][0], keys])[first:], torch.cat([held[b][1], new[1][b]])[first:]
+        slope = slopes[b] if slopes is not None and slopes.dim() == 2 else slopes
+        wanted, wanted_lse, _ = attend(
+            *(x.transpose(0, 1) for x in (query, *everything)),
+            causal=causal, window=window, softcap=softcap, scale=scale, slopes=slope,
+        )  # fmt: skip
+        check(out[b].transpose(0, 1), wanted, f"out of sequence {b}")
+        check(lse[b], wanted_lse, f"lse of sequence {b}")
 
 
 def test_lengths_as_an_int_and_a_full_cache() -> None:
