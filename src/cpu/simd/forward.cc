@@ -135,14 +135,14 @@ struct Forward {
       if (c0 == c1) continue;
       if (options.extra && !gather_extra(options, w.q, j, count, lanes, w.extra, ld)) continue;
       copy_rows<Kind>(key_rows(p, w.q.seq, options.f.k, w.q.kv_head, j, count, w.key_offset), count, w.k_rows, w.ld_k);
-      multiply<Kind>(count, c1 - c0, units, w.k_rows, w.ld_k, 1, w.q_panels + c0 * units, w.s + c0, ld,
+      multiply<Kind>(count, c1 - c0, units, w.k_rows, w.ld_k, 1, w.q_panels + c0 * units, units, w.s + c0, ld,
                      Into::kOverwrite);
       const bool finish = !options.plain() || !all_visible(w.q, j, count, c0, c1);
       if (finish) finish_scores(options, w.q, j, count, c0, c1, w.s, ld, w.extra, nullptr);
       softmax(w, j, count, c0, c1, finish);
       pack_rows<Kind>(key_rows(p, w.q.seq, options.f.v, w.q.kv_head, j, count, w.key_offset), count, w.v_panels, w.row);
       multiply<Kind>(least(c1, w.q.count) - c0, w.ld_o, units_of<Kind>(count), w.p_units + c0, 1, ld, w.v_panels,
-                     w.o + c0 * w.ld_o, w.ld_o, Into::kScaleAndAdd, w.alpha + c0);
+                     units_of<Kind>(count), w.o + c0 * w.ld_o, w.ld_o, Into::kScaleAndAdd, w.alpha + c0);
     }
   }
 
@@ -267,15 +267,6 @@ void clear_unowned(const Problem& p) {
         store_row(f.o, q_row_offset(none, f.o, h, i) + d * f.o.stride[3], &zero, 1, 0.f);
       if (present(f.lse)) static_cast<float*>(f.lse.data)[q_row_offset(none, f.lse, h, i)] = -kInf;
     }
-}
-
-template <class Visit>
-auto with_kind(const Problem& p, Visit visit) {
-#if defined(FFPA_SIMD_BF16_DOT)
-  if (p.fwd().q.dtype == FFPA_BF16) return visit.template operator()<Bf16>();
-#endif
-  (void)p;
-  return visit.template operator()<Fp32>();
 }
 
 }  // namespace

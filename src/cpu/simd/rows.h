@@ -220,4 +220,14 @@ FFPA_INLINE bool all_visible(const QueryRows& q, int64_t j, int64_t keys, int64_
   return c1 <= q.count && q.begin[last] <= j && q.end[c0] >= j + keys;
 }
 
+// visit<Kind>() for the units that the problem's dtype is computed in.
+template <class Visit>
+auto with_kind(const Problem& p, Visit visit) {
+#if defined(FFPA_SIMD_BF16_DOT)
+  if (p.fwd().q.dtype == FFPA_BF16) return visit.template operator()<Bf16>();
+#endif
+  (void)p;
+  return visit.template operator()<Fp32>();
+}
+
 }  // namespace ffpa::simd::FFPA_SIMD_TARGET

@@ -85,13 +85,14 @@ void panel_product(int64_t rows, const uint32_t* a, int64_t step_m, int64_t step
   run.template operator()<1>();
 }
 
-// C[rows, columns] from A and packed B; `units` are summed in pieces that keep a panel of B in the first-level cache.
+// C[rows, columns] from A and packed B, whose panels are `panel_units` long; `units` of them are summed, in pieces that keep a panel of
+// B in the first-level cache.
 template <class Kind>
 void multiply(int64_t rows, int64_t columns, int64_t units, const uint32_t* a, int64_t step_m, int64_t step_u,
-              const uint32_t* b, float* c, int64_t ldc, Into into, const float* scale = nullptr) {
+              const uint32_t* b, int64_t panel_units, float* c, int64_t ldc, Into into, const float* scale = nullptr) {
   constexpr int64_t kPiece = 256;
   for (int64_t n = 0; n < columns; n += kPanel) {
-    const uint32_t* panel = b + n * units;
+    const uint32_t* panel = b + n * panel_units;
     Into how = into;
     int64_t u = 0;
     do {  // once even with no units: C may have to be zeroed or scaled

@@ -47,6 +47,7 @@ FFPA_INLINE vh load(const uint16_t* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+FFPA_INLINE void store(uint16_t* p, vh v) { std::memcpy(p, &v, sizeof v); }
 FFPA_INLINE vf splat(float x) { return vf{} + x; }
 FFPA_INLINE vi splat(int32_t x) { return vi{} + x; }
 FFPA_INLINE vf select(vi mask, vf a, vf b) { return mask ? a : b; }
