@@ -114,10 +114,14 @@ def attention(
         dropout_state = _ops.draw_dropout_state(q.device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    if mask is not None:
+        mask = rank_4(mask)
+    if bias is not None:
+        bias = rank_4(bias)
     left, right = _window(window)
     # The order of _ops.Call.
     o, lse = attend(
-        q, k, v, rank_4(mask), rank_4(bias), scale, causal, dropout_p, dropout_state, sinks, alibi_slopes, cu_seqlens_q,
+        q, k, v, mask, bias, scale, causal, dropout_p, dropout_state, sinks, alibi_slopes, cu_seqlens_q,
         cu_seqlens_kv, seqlens_kv, block_table, kv_batch_idx, _native.anchor_index(anchor) == 1, left, right, softcap,
         max_seqlen_q, max_seqlen_kv, deterministic, batch_invariant, num_splits,
         0 if engine is None else _native.engine_index(engine), kernel,
@@ -135,9 +139,9 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def rank_4(x: Tensor | None) -> Tensor | None:
-    """A mask or bias with leading dimensions of 1."""
-    if x is None or not isinstance(x, Tensor) or x.dim() >= 4:
+def rank_4(x: Tensor) -> Tensor:
+    """A mask or bias with leading dimensions of 1; anything else is left to be refused."""
+    if not isinstance(x, Tensor) or x.dim() >= 4:
         return x
     return x[(None,) * (4 - x.dim())]
 
@@ -168,7 +172,8 @@ def explain_text(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, **o
     for name in _native.OPTIONAL_TENSORS:
         tensors[name] = options.pop(name)
     for name in ("mask", "bias"):
-        tensors[name] = rank_4(tensors[name])
+        if (x := tensors[name]) is not None:
+            tensors[name] = rank_4(x)
     if q.dim() == v.dim() == 4:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         tensors["o"] = _ops.dense_like(q, (*q.shape[:3], v.shape[3]))

@@ -45,7 +45,8 @@ def backward(dout: Tensor, dlse: Tensor | None, needs: int, call: Call) -> tuple
             arguments[place] = x
         return forward(Call(*arguments))
 
-    (_, lse), pull_back = vjp(of, *(call[place] for place in places))
+    inputs: list[Any] = [call[place] for place in places]
+    (_, lse), pull_back = vjp(of, *inputs)
     found = iter(pull_back((dout, torch.zeros_like(lse) if dlse is None else dlse)))
     return tuple(next(found) if needs >> bit & 1 else None for bit in range(len(GRADIENTS)))
 

@@ -123,7 +123,7 @@ def append(
 
 
 def draw_dropout_state(device: torch.device) -> Tensor:
-    """{seed, offset}, int64 [2], from torch's generator of ``device``: new at each call, torch.manual_seed repeats it."""
+    """{seed, offset}, int64 [2], from torch's generator of ``device``: new at each call; manual_seed repeats it."""
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
@@ -153,9 +153,17 @@ def _nothing(on: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.float32, device=on.device)
 
 
+def _check_devices(q: Tensor, names: Sequence[str], others: Sequence[Any]) -> None:
+    """A meta tensor among others draws a call here, which the library would refuse."""
+    for name, x in zip(names, others, strict=False):
+        if isinstance(x, Tensor) and x.device != q.device:
+            raise RuntimeError(f"{name}: must lie on q's device, {q.device}, but lies on {x.device}")
+
+
 @torch.library.register_fake("ffpa::forward")
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     q, _, v = arguments[:3]
+    _check_devices(q, Call._fields, arguments)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     b, h, n, _ = q.shape
     return dense_like(q, (b, h, n, v.shape[3])), torch.empty((b, h, n), dtype=wide, device=q.device)
@@ -163,6 +171,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("ffpa::backward")
 def _(dout: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, needs: int, *arguments: Any) -> tuple[Tensor, ...]:
+    _check_devices(arguments[0], ("dout", "dlse", "o", "lse"), (dout, dlse, o, lse))
+    _check_devices(arguments[0], Call._fields, arguments)
     inputs = (arguments[place] if place < len(arguments) else None for place in GRADIENTS)
     return tuple(
         dense_like(x, x.shape) if needs >> bit & 1 and x is not None else _nothing(o) for bit, x in enumerate(inputs)

@@ -89,7 +89,8 @@ def _is_usual(
         or value.is_nested
         or not (query.is_cpu or query.is_cuda)
         or query.dtype not in _DTYPES
-        or (is_causal is not False and is_causal is not True)
+        or type(is_causal) is not bool
+        or type(enable_gqa) is not bool
         or torch._C._is_any_autocast_enabled()
     ):
         return False
@@ -279,10 +280,12 @@ def as_attention(
     if attn_mask is not None:
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):  # under autocast
             attn_mask = attn_mask.float()
-        if attn_mask.dim() > 4 and any(extent != 1 for extent in attn_mask.shape[:-3]):
-            attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:])
-        attn_mask = attn_mask.flatten(0, -4) if attn_mask.dim() > 4 else rank_4(attn_mask)
-        assert attn_mask is not None
+        mask_batch = attn_mask.shape[:-3]
+        if len(batch) > 1 and any(extent != 1 for extent in mask_batch):
+            attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
+        elif len(mask_batch) > 1:
+            attn_mask = attn_mask.flatten(0, -4)
+        attn_mask = rank_4(attn_mask)
         call["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
     return q, k, v, call
 
