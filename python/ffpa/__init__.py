@@ -10,7 +10,9 @@ Without torch installed, ``ffpa.numpy`` computes on numpy arrays; the rest of th
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from ._native import version as _version
@@ -90,3 +92,11 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_SUBMODULES, "__version__"})
+
+
+if importlib.util.find_spec("torch") is not None:
+    # At once, not on first use: torch.export.load and torch.compile look for operators and functions that exist. What
+    # fails here (an old torch, a library that is not found) is raised again where a name is used.
+    with contextlib.suppress(ImportError, OSError, RuntimeError):
+        for _name in _HOME:
+            __getattr__(_name)
