@@ -201,11 +201,9 @@ namespace {
 
 class Hash {
  public:
-  void add(uint64_t value) {  // one round of splitmix64's finaliser per word
-    state_ = (state_ ^ value) + 0x9E3779B97F4A7C15u;
-    state_ = (state_ ^ state_ >> 30) * 0xBF58476D1CE4E5B9u;
-    state_ = (state_ ^ state_ >> 27) * 0x94D049BB133111EBu;
-    state_ ^= state_ >> 31;
+  void add(uint64_t value) {  // the two halves of a 128-bit product, folded
+    const auto product = static_cast<unsigned __int128>(state_ ^ value ^ 0x9E3779B97F4A7C15u) * 0xBF58476D1CE4E5B9u;
+    state_ = static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
   }
   void add_signed(int64_t value) { add(static_cast<uint64_t>(value)); }
   void add(double value) { add(std::bit_cast<uint64_t>(value)); }
