@@ -24,6 +24,7 @@ from transformers import (  # noqa: E402
     LlamaConfig,
     MistralConfig,
     ModernBertConfig,
+    StaticCache,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -133,7 +134,7 @@ def compare(model: Any, **inputs: Any) -> None:
     assert our_grads.keys() == eager_grads.keys()
     largest = max(g.abs().max().item() for g in eager_grads.values())
     for name, gradient in eager_grads.items():
-        torch.testing.assert_close(our_grads[name], gradient, rtol=1e-3, atol=1e-4 * largest, msg=name)
+        torch.testing.assert_close(our_grads[name], gradient, rtol=1e-3, atol=1e-3 * largest, msg=name)
 
 
 @pytest.mark.parametrize("config", MODELS)
@@ -290,15 +291,17 @@ def test_packed_lengths_with_a_padding_mask() -> None:
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("config", [llama, gemma2, gpt_oss, gemma4])
-def test_compile_fullgraph(config: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    ("config", "backend"), [(c, "aot_eager") for c in (llama, gemma2, gpt_oss, gemma4)] + [(llama, "inductor")]
+)
+def test_compile_fullgraph(config: Callable[[], Any], backend: str) -> None:
     torch._dynamo.reset()
     model, ids = build(config), tokens(config)
     train = config is not gpt_oss  # whose experts have a data-dependent backward that torch.compile refuses
     results = {}
     for implementation in ("eager", "ffpa"):
         model.set_attn_implementation(implementation)
-        run = torch.compile(model, fullgraph=True, backend="aot_eager") if implementation == "ffpa" else model
+        run = torch.compile(model, fullgraph=True, backend=backend) if implementation == "ffpa" else model
         model.zero_grad()
         with torch.set_grad_enabled(train):
             logits = run(ids, use_cache=False).logits
@@ -309,7 +312,27 @@ def test_compile_fullgraph(config: Callable[[], Any]) -> None:
     largest = max(float(x.abs().max()) for x in results["eager"][1:] or [torch.zeros(())])
     for i, (ours, eager) in enumerate(zip(results["ffpa"], results["eager"], strict=True)):
         scale = largest if i else float(eager.abs().max())
-        torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-4 * scale)
+        torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3 * scale)
+
+
+@pytest.mark.parametrize("config", [llama, gemma2, gpt_oss, gemma4])
+def test_compiled_decode_with_a_static_cache(config: Callable[[], Any]) -> None:
+    torch._dynamo.reset()
+    model, ids = build(config), tokens(config)
+    decoded = {}
+    for implementation in ("eager", "ffpa"):
+        model.set_attn_implementation(implementation)
+        step = torch.compile(model, fullgraph=True, backend="aot_eager") if implementation == "ffpa" else model
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        with torch.no_grad():
+            logits = [model(ids, past_key_values=cache, use_cache=True).logits[:, -1:]]
+            for i in range(4):
+                positions = torch.full((2, 1), 24 + i)
+                out = step(logits[-1].argmax(-1), past_key_values=cache, use_cache=True, position_ids=positions)
+                logits.append(out.logits)
+        decoded[implementation] = torch.cat(logits, 1)
+    largest = float(decoded["eager"].abs().max())
+    torch.testing.assert_close(decoded["ffpa"], decoded["eager"], rtol=1e-3, atol=1e-4 * largest)
 
 
 def test_training_follows_eager() -> None:
