@@ -424,7 +424,8 @@ struct Backward {
 }  // namespace
 
 std::string plan_backward(const Problem& p, Choice* choice) {
-  const int64_t wanted_threads = p.fwd().num_threads > 0 ? p.fwd().num_threads : features().processors;
+  const int64_t asked = p.fwd().num_threads > 0 ? p.fwd().num_threads : features().processors;
+  const int64_t wanted_threads = least(asked, useful_threads(p, 5));
   const Cut cut(p, tile_shape(p), wanted_threads);
   choice->num_splits = 1;
   choice->num_threads = static_cast<int32_t>(most(1, least(wanted_threads, cut.items * cut.parts)));

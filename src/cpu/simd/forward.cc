@@ -277,7 +277,7 @@ std::string plan_forward(const Problem& p, Choice* choice) {
   const ffpa_forward_problem& f = p.fwd();
   const TileShape tile = tile_shape(p);
   const int64_t items = p.n_seqs * p.h_kv * ((p.n_q * p.group + tile.rows - 1) / tile.rows);
-  const int64_t threads = f.num_threads > 0 ? f.num_threads : features().processors;
+  const int64_t threads = least(f.num_threads > 0 ? f.num_threads : features().processors, useful_threads(p, 2));
   int64_t splits = f.num_splits;
   if (splits == 0) {  // enough to give every thread work; batch-invariant: by the keys alone
     const int64_t useful = most(p.n_kv / 1024, 1);

@@ -76,7 +76,8 @@ void panel_product(int64_t rows, const uint32_t* a, int64_t step_m, int64_t step
   int64_t m = 0;
   const auto run = [&]<int kRows>() __attribute__((always_inline)) {
     for (; rows - m >= kRows; m += kRows)
-      block<Kind, kRows, kInto>(a + m * step_m, step_m, step_u, b, units, c + m * ldc, ldc, scale + m);
+      block<Kind, kRows, kInto>(a + m * step_m, step_m, step_u, b, units, c + m * ldc, ldc,
+                                kInto == Into::kScaleAndAdd ? scale + m : nullptr);
   };
   run.template operator()<kRowsMax>();
   if constexpr (kRowsMax > 8) run.template operator()<8>();
