@@ -128,7 +128,7 @@ def register(name: str = "ffpa") -> None:
     registry, as they are in diffusers 0.42; NotImplementedError, with nothing changed, where they look different.
     """
     try:
-        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, _check_shape
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
         names, members, by_value = (
             AttentionBackendName._member_names_,
@@ -150,4 +150,4 @@ def register(name: str = "ffpa") -> None:
     names.append(member._name_)
     members[member._name_] = member
     by_value[name] = member
-    add(member, constraints=[_check_shape])(_attention)
+    add(member)(_attention)
