@@ -272,7 +272,7 @@ def as_attention(
     batch = _batch_axes(query, key, value, attn_mask)
     heads, k_heads, v_heads = _heads(query, key, value, attn_mask, enable_gqa)
     kv_heads = k_heads
-    if k_heads != v_heads:  # grouped, each in its own way: both as fine as need be
+    if k_heads != v_heads and k_heads and v_heads:  # grouped, each in its own way: both as fine as need be
         kv_heads = math.lcm(k_heads, v_heads)
         key, value = (x.repeat_interleave(kv_heads // x.shape[-3], dim=-3) for x in (key, value))
     q = _rank_4(query, batch, heads)
