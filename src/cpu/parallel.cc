@@ -13,21 +13,19 @@
 #endif
 
 namespace ffpa {
+#if defined(_OPENMP)
 namespace {
 
 std::atomic<bool> pool_used{false}, pool_lost{false};
 
 // Whether OpenMP's pool may be used. A fork copies only the calling thread: a child that waits for the others would wait forever.
 bool pool_usable() {
-#if defined(_OPENMP)
   static const bool watched = pthread_atfork(nullptr, nullptr, [] { pool_lost = pool_used.load(); }) == 0;
   return watched && !pool_lost;
-#else
-  return false;
-#endif
 }
 
 }  // namespace
+#endif
 
 void run_parallel(int threads, int64_t items, void* context, void (*work)(void*, int64_t, int)) {
   if (threads > items) threads = static_cast<int>(items);
