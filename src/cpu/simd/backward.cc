@@ -182,6 +182,23 @@ struct Backward {
     store_row(t, h * t.stride[0], &value, 1, 1.f);
   }
 
+  // Where one tile holds all keys, inner without the rounding of o: dlse - sum over the keys of P * dP.
+  void exact_inner(Scratch<Kind>& w, int64_t keys, int64_t c0, int64_t c1, float scale) const {
+    for (int64_t c = c0; c < c1; c += kLanes) {
+      const vf lse = load(w.lse + c);
+      vf delta{};
+      for (int64_t n = 0; n < keys; ++n) {
+        const int64_t at = n * tile.rows + c;
+        const vf x = exp(load(w.s + at) * scale - lse), factor = w.keep ? load(w.keep + at) : vf{} + 1.f;
+        delta += select((x == vf{}) | (factor == vf{}), vf{}, x * factor * load(w.dp + at));
+      }
+      store(w.inner + c, -delta);
+    }
+    if (!present(g.dlse)) return;
+    for (int64_t r = c0; r < least(c1, w.q.count); ++r)
+      w.inner[r] += static_cast<const float*>(g.dlse.data)[q_row_offset(w.q.seq, g.dlse, w.q.head[r], w.q.index[r])];
+  }
+
   // S and dP of the tile to P and dR, columns [c0, c1).
   void differentiate(Scratch<Kind>& w, int64_t keys, int64_t c0, int64_t c1, bool finished) const {
     const int64_t ld = tile.rows;
@@ -285,6 +302,7 @@ struct Backward {
       const bool finish = !options.plain() || !all_visible(w.q, j, count, c0, c1);
       if (finish) finish_scores(options, w.q, j, count, c0, c1, w.s, ld, w.extra, w.derivative);
       if (w.keep) gather_dropout(options, w.q, j, count, c0, c1, w.keep, ld);
+      if (wanted.ds && keys.end - keys.begin <= tile.keys) exact_inner(w, count, c0, c1, finish ? 1.f : options.scale);
       differentiate(w, count, c0, c1, finish);
       if (wanted.dbias) add_to_dbias(w, dbias, j, count, c0, c1);
 
@@ -334,10 +352,11 @@ struct Backward {
     const int64_t n_kv = holder(item / p.h_kv).n_kv;
     if (wanted.dk) std::memset(dk, 0, static_cast<size_t>(n_kv * all.ld_dk) * sizeof(float));
     if (wanted.dv) std::memset(dv, 0, static_cast<size_t>(n_kv * all.ld_dv) * sizeof(float));
-    for (int64_t b = 0; b < p.n_seqs; ++b) {  // all sequences that read these keys; one, but for kv_batch_idx
-      if (p.packed_kv() && b != item / p.h_kv) continue;
+    const int64_t batch = item / p.h_kv;
+    const bool chosen = present(options.f.kv_batch_idx);  // then any number of sequences reads these keys
+    for (int64_t b = chosen ? 0 : batch; b < (chosen ? p.n_seqs : batch + 1); ++b) {
       const Sequence s = sequence_at(p, b);
-      if (!p.packed_kv() && s.kv_batch != item / p.h_kv) continue;
+      if (chosen && s.kv_batch != batch) continue;
       for (int64_t t = part; t < cut.tiles; t += cut.parts) {
         const int64_t first = t * tile.rows, count = least(tile.rows, s.n_q * p.group - first);
         if (count <= 0) break;

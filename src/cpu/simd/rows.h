@@ -222,8 +222,8 @@ FFPA_INLINE bool all_visible(const QueryRows& q, int64_t j, int64_t keys, int64_
 
 // Threads worth waking for `products` multiplications with D: below some 10 us of work each, waking costs more than it gains.
 FFPA_INLINE int64_t useful_threads(const Problem& p, int64_t products) {
-  const double work = 2.0 * static_cast<double>(p.n_seqs * p.h_q) * static_cast<double>(p.n_q) * static_cast<double>(p.n_kv) *
-                      static_cast<double>(most(p.d_qk, p.d_v) * products);
+  const double work = 2.0 * static_cast<double>(p.n_seqs * p.h_q) * static_cast<double>(p.n_q) *
+                      static_cast<double>(p.n_kv) * static_cast<double>(most(p.d_qk, p.d_v) * products);
   return work >= 4e6 * 1024 ? 1024 : 1 + static_cast<int64_t>(work / 4e6);
 }
 

@@ -52,14 +52,9 @@ enum class Into { kOverwrite, kAdd, kScaleAndAdd };  // C = AB, C += AB, C = sca
 template <class Kind, int kRows, Into kInto>
 FFPA_INLINE void block(const uint32_t* a, int64_t step_m, int64_t step_u, const uint32_t* b, int64_t units, float* c,
                        int64_t ldc, const float* scale) {
-  vf sum[kRows][2];
+  vf sum[kRows][2];  // starts at zero also where C is added to: small terms first meet small sums
 #pragma GCC unroll 16
-  for (int m = 0; m < kRows; ++m)
-    for (int n = 0; n < 2; ++n) {
-      if constexpr (kInto == Into::kOverwrite) sum[m][n] = vf{};
-      if constexpr (kInto == Into::kAdd) sum[m][n] = load(c + m * ldc + n * kLanes);
-      if constexpr (kInto == Into::kScaleAndAdd) sum[m][n] = load(c + m * ldc + n * kLanes) * scale[m];
-    }
+  for (int m = 0; m < kRows; ++m) sum[m][0] = sum[m][1] = vf{};
   for (int64_t u = 0; u < units; ++u, a += step_u, b += kPanel) {
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
@@ -67,7 +62,12 @@ FFPA_INLINE void block(const uint32_t* a, int64_t step_m, int64_t step_u, const 
   }
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
-    for (int n = 0; n < 2; ++n) store(c + m * ldc + n * kLanes, sum[m][n]);
+    for (int n = 0; n < 2; ++n) {
+      float* to = c + m * ldc + n * kLanes;
+      if constexpr (kInto == Into::kOverwrite) store(to, sum[m][n]);
+      if constexpr (kInto == Into::kAdd) store(to, load(to) + sum[m][n]);
+      if constexpr (kInto == Into::kScaleAndAdd) store(to, load(to) * scale[m] + sum[m][n]);
+    }
 }
 
 template <class Kind, Into kInto>
@@ -91,7 +91,7 @@ void panel_product(int64_t rows, const uint32_t* a, int64_t step_m, int64_t step
 template <class Kind>
 void multiply(int64_t rows, int64_t columns, int64_t units, const uint32_t* a, int64_t step_m, int64_t step_u,
               const uint32_t* b, int64_t panel_units, float* c, int64_t ldc, Into into, const float* scale = nullptr) {
-  constexpr int64_t kPiece = 256;
+  constexpr int64_t kPiece = 128;
   for (int64_t n = 0; n < columns; n += kPanel) {
     const uint32_t* panel = b + n * panel_units;
     Into how = into;
