@@ -1,7 +1,7 @@
 """The contract as plain torch operations, and what "right" means.
 
-``attend`` computes in the dtype of its inputs: in float64 it is the truth, in the tensors' own dtype the peer whose error
-a kernel may at most double. ``judge`` holds both criteria. Shapes are those of ``ffpa.attention``, dense.
+``attend`` computes in the dtype of its inputs: in float64 it is the truth, in the tensors' own dtype the peer whose
+error a kernel may at most double. ``judge`` holds both criteria. Shapes are those of ``ffpa.attention``, dense.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def attend(
 
 
 def judge(what: str, found: Tensor, true: Tensor, plain: Tensor, dtype: torch.dtype) -> None:
-    """Largest error at most twice the plain one's plus 1e-5; relative rmse within the dtype's bound, or, where little is left
-    of large terms that cancel, within twice the plain one's."""
+    """Largest error at most twice the plain one's plus 1e-5; relative rmse within the dtype's bound, or, where little
+    is left of large terms that cancel, within twice the plain one's."""
     assert found.shape == true.shape, f"{what}: {tuple(found.shape)} instead of {tuple(true.shape)}"
     found, plain = found.detach().double(), plain.detach().double()
     true = true.detach()
@@ -86,7 +86,9 @@ def judge(what: str, found: Tensor, true: Tensor, plain: Tensor, dtype: torch.dt
     size = true[finite].square().mean().sqrt().item()
     rmse = error.square().mean().sqrt().item()
     plain_rmse = allowed.nan_to_num(0.0).square().mean().sqrt().item()
-    assert rmse <= max(RMSE[dtype] * size, 2 * plain_rmse) + 1e-6, f"{what}: relative rmse {rmse / max(size, 1e-30):.2e}"
+    assert rmse <= max(RMSE[dtype] * size, 2 * plain_rmse) + 1e-6, (
+        f"{what}: relative rmse {rmse / max(size, 1e-30):.2e}"
+    )
 
 
 def check(

@@ -1,5 +1,6 @@
-"""Inputs that broke other attention libraries, kind by kind, on whatever kernel runs here (tests/python/test_matrix.py goes through
-all of them). The letters are those of the collection the cases come from."""
+"""Inputs that broke other attention libraries, kind by kind, on the kernel that this machine chooses.
+
+test_matrix.py goes through all kernels. The letters are those of the collection the cases come from."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import HALVES, WIDTHS, attend, check, int32, judge, qkv, randn
 from torch import Tensor
 
 import ffpa
+from oracle import HALVES, WIDTHS, attend, check, int32, judge, qkv, randn
 
 ALL = (torch.float32, *HALVES)
 sdpa = ffpa.scaled_dot_product_attention
@@ -146,7 +147,7 @@ def test_s13_a_rank_3_mask_is_never_a_batch() -> None:
 
 @pytest.mark.parametrize("heads", [(6, 4), (3, 2), (2, 8)])
 def test_s14_heads_that_do_not_divide_raise(heads: tuple[int, int]) -> None:
-    with pytest.raises(RuntimeError, match="[Nn]umber of heads"):
+    with pytest.raises(RuntimeError, match=r"[Nn]umber of heads"):
         sdpa(*qkv(1, heads[0], heads[1], 4, 5, 8, torch.float32), enable_gqa=True)
     with pytest.raises(RuntimeError, match=r"H_q.*multiple|H_kv"):
         ffpa.attention(*qkv(1, heads[0], heads[1], 4, 5, 8, torch.float32))
@@ -203,7 +204,9 @@ def test_n2_whole_tiles_hidden(where: str, d: int, dtype: torch.dtype) -> None:
 def test_n2_scores_that_jump(kind: str, dtype: torch.dtype) -> None:
     n_kv = 700
     steps = torch.arange(n_kv) // 64
-    logit = {"rising": steps * 13.0, "falling": -steps * 13.0, "alternating": (steps % 2) * 130.0}.get(kind, steps * 9.0)
+    logit = {"rising": steps * 13.0, "falling": -steps * 13.0, "alternating": (steps % 2) * 130.0}.get(
+        kind, steps * 9.0
+    )
     q, k = torch.zeros(1, 1, 5, 64), torch.zeros(1, 1, n_kv, 64)
     q[..., 0], k[..., 0] = 1, logit
     mask = ((steps % 3 != 1) if kind == "hidden between" else torch.ones(n_kv, dtype=torch.bool)).view(1, 1, 1, n_kv)
@@ -285,7 +288,14 @@ def test_b3_sequences_of_length_zero(d: int, cu_q: list[int], cu_kv: list[int], 
     dout = randn(*q.shape, seed=9)
     longest = max(b - a for a, b in itertools.pairwise(cu_q))
     o, lse = ffpa.attention(
-        q, k, v, cu_seqlens_q=int32(cu_q), cu_seqlens_kv=int32(cu_kv), max_seqlen_q=longest, causal=True, return_lse=True
+        q,
+        k,
+        v,
+        cu_seqlens_q=int32(cu_q),
+        cu_seqlens_kv=int32(cu_kv),
+        max_seqlen_q=longest,
+        causal=True,
+        return_lse=True,
     )
     dq, dk, dv = torch.autograd.grad(o, (q, k, v), dout)
     for (a, b), (c, e) in zip(itertools.pairwise(cu_q), itertools.pairwise(cu_kv), strict=True):

@@ -24,7 +24,7 @@ namespace {
 TileShape tile_shape(const Problem& p) {
   const int64_t d = most(p.d_qk, p.d_v), packed_rows = most(p.n_q * p.group, 1);
   const int64_t rows = 128, keys = d <= 256 ? 128 : 64;
-  return {least(rows, round_up(packed_rows, kPanel)), least(keys, round_up(most(p.n_kv, 1), 2))};
+  return {least(rows, round_up(packed_rows, kPanel)), least(keys, round_up(most(p.n_kv, 1), 32))};
 }
 
 struct Wanted {
@@ -234,6 +234,8 @@ struct Backward {
           store(w.dr_by_key + n / 2 * ld + c, to_bf16(gradient[0]) | to_bf16(gradient[Kind::kPerUnit - 1]) << 16);
         }
       }
+      if constexpr (Kind::kStep > 1)
+        for (int64_t u = (keys + 1) / 2; u < units_of<Kind>(keys); ++u) store(w.dr_by_key + u * ld + c, vu{});
     }
   }
 

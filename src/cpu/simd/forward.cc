@@ -23,7 +23,7 @@ namespace {
 TileShape tile_shape(const Problem& p) {
   const int64_t d = most(p.d_qk, p.d_v), packed_rows = most(p.n_q * p.group, 1);
   const int64_t rows = d <= 256 ? 256 : 128, keys = d <= 256 ? 256 : 128;
-  return {least(rows, round_up(packed_rows, kPanel)), least(keys, round_up(most(p.n_kv, 1), 2))};
+  return {least(rows, round_up(packed_rows, kPanel)), least(keys, round_up(most(p.n_kv, 1), 32))};
 }
 
 // What one thread works on.
@@ -114,6 +114,8 @@ struct Forward {
         else
           store(w.p_units + n / 2 * ld + c, to_bf16(x[0]) | to_bf16(x[1]) << 16);
       }
+      if constexpr (Kind::kStep > 1)
+        for (int64_t u = (keys + 1) / 2; u < units_of<Kind>(keys); ++u) store(w.p_units + u * ld + c, vu{});
       store(w.m + c, top);
       store(w.l + c, sum);
       store(w.alpha + c, alpha);

@@ -13,6 +13,8 @@
 namespace ffpa::simd::FFPA_SIMD_TARGET {
 
 constexpr int kPanel = 2 * kLanes;
+constexpr int64_t kMostKeys = 256;               // of a tile
+constexpr int64_t kTurnedUnits = kMostKeys / 2;  // that a product over the keys sums
 #if FFPA_SIMD_BYTES == 64
 constexpr int kRowsMax = 12;  // 24 accumulators of 32 registers
 #elif FFPA_SIMD_BYTES == 32
@@ -27,7 +29,7 @@ FFPA_INLINE constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b;
 
 // How tensor elements become units.
 struct Fp32 {  // fp32, fp16 or bf16 tensors, fp32 products
-  static constexpr int kPerUnit = 1;
+  static constexpr int kPerUnit = 1, kStep = 1;
   FFPA_INLINE static vf product(vf c, uint32_t a, const uint32_t* b) {
     float x;
     std::memcpy(&x, &a, sizeof x);
@@ -36,7 +38,12 @@ struct Fp32 {  // fp32, fp16 or bf16 tensors, fp32 products
 };
 #if defined(FFPA_SIMD_BF16_DOT)
 struct Bf16 {  // bf16 tensors, bf16 products summed in fp32
-  static constexpr int kPerUnit = 2;
+#if defined(FFPA_SIMD_AMX)
+  static constexpr int kPerUnit = 2,
+                       kStep = 16;  // units of a tile register's row; sums go over whole ones, padded with zeros
+#else
+  static constexpr int kPerUnit = 2, kStep = 1;
+#endif
   FFPA_INLINE static vf product(vf c, uint32_t a, const uint32_t* b) {
     const __m512i x = _mm512_set1_epi32(static_cast<int32_t>(a)), y = _mm512_loadu_si512(b);
     return reinterpret_cast<vf>(
@@ -86,11 +93,78 @@ void panel_product(int64_t rows, const uint32_t* a, int64_t step_m, int64_t step
   run.template operator()<1>();
 }
 
+#if defined(FFPA_SIMD_AMX)
+// The same by tile registers: 32 rows by one panel at a time, four accumulators of 16 x 16. Sources: Intel SDM, TDPBF16PS, TILELOADD.
+// A's columns (step_m 1) are turned into rows first. Rows of A past the last are read, so tiles in memory hold multiples of 32.
+inline void multiply_tiles(int64_t rows, int64_t columns, int64_t units, const uint32_t* a, int64_t step_m,
+                           int64_t step_u, const uint32_t* b, int64_t panel_units, float* c, int64_t ldc, Into into,
+                           const float* scale) {
+  constexpr int kRows = 32;
+  alignas(64) struct {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  static_assert(sizeof config == 64);
+  _tile_loadconfig(&config);
+  alignas(64) float sum[kRows][kPanel];
+  alignas(64) uint32_t turned[kRows * kTurnedUnits];
+  for (int64_t m = 0; m < rows; m += kRows) {
+    const int64_t count = least(kRows, rows - m);
+    const uint32_t* block = a + m * step_m;
+    int64_t ld = step_m;
+    if (step_u != 1) {
+      ld = units;
+      for (int64_t u = 0; u < units; ++u)
+        for (int64_t r = 0; r < count; ++r) turned[r * ld + u] = block[u * step_u + r];
+      for (int64_t x = count * ld; x < kRows * ld; ++x) turned[x] = 0;
+      block = turned;
+    }
+    for (int64_t n = 0; n < columns; n += kPanel) {
+      const uint32_t* panel = b + n * panel_units;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t u = 0; u < units; u += 16) {
+        _tile_loadd(4, block + u, ld * 4);
+        _tile_loadd(5, block + 16 * ld + u, ld * 4);
+        _tile_loadd(6, panel + u * kPanel, kPanel * 4);
+        _tile_loadd(7, panel + u * kPanel + 16, kPanel * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, &sum[0][0], kPanel * 4);
+      _tile_stored(1, &sum[0][16], kPanel * 4);
+      _tile_stored(2, &sum[16][0], kPanel * 4);
+      _tile_stored(3, &sum[16][16], kPanel * 4);
+      for (int64_t r = 0; r < count; ++r)
+        for (int x = 0; x < kPanel; x += kLanes) {
+          float* to = c + (m + r) * ldc + n + x;
+          const vf found = load(&sum[r][x]);
+          if (into == Into::kOverwrite) store(to, found);
+          if (into == Into::kAdd) store(to, load(to) + found);
+          if (into == Into::kScaleAndAdd) store(to, load(to) * scale[m + r] + found);
+        }
+    }
+  }
+  _tile_release();
+}
+#endif
+
 // C[rows, columns] from A and packed B, whose panels are `panel_units` long; `units` of them are summed, in pieces that keep a panel of
 // B in the first-level cache.
 template <class Kind>
 void multiply(int64_t rows, int64_t columns, int64_t units, const uint32_t* a, int64_t step_m, int64_t step_u,
               const uint32_t* b, int64_t panel_units, float* c, int64_t ldc, Into into, const float* scale = nullptr) {
+#if defined(FFPA_SIMD_AMX)
+  if constexpr (Kind::kStep == 16) {
+    multiply_tiles(rows, columns, units, a, step_m, step_u, b, panel_units, c, ldc, into, scale);
+    return;
+  }
+#endif
   constexpr int64_t kPiece = 128;
   for (int64_t n = 0; n < columns; n += kPanel) {
     const uint32_t* panel = b + n * panel_units;
@@ -157,7 +231,7 @@ FFPA_INLINE void widen(const Rows& rows, int64_t row, float* out) {
 
 template <class Kind>
 constexpr int64_t units_of(int64_t elems) {
-  return (elems + Kind::kPerUnit - 1) / Kind::kPerUnit;
+  return round_up((elems + Kind::kPerUnit - 1) / Kind::kPerUnit, Kind::kStep);
 }
 
 // One row as units along its own axis; the tail of the last unit is zero.
@@ -172,7 +246,7 @@ FFPA_INLINE void row_units(const Rows& rows, int64_t row, uint32_t* out) {
       std::memcpy(to, p, static_cast<size_t>(rows.width) * 2);
     else
       for (int64_t i = 0; i < rows.width; ++i) to[i] = p[i * rows.step];
-    if (rows.width & 1) to[rows.width] = 0;
+    for (int64_t i = rows.width; i < 2 * units_of<Kind>(rows.width); ++i) to[i] = 0;
   }
 }
 
@@ -214,11 +288,13 @@ void pack_rows(const Rows& rows, int64_t count, uint32_t* out, uint32_t* scratch
           for (int64_t i = 0; i < rows.width; ++i) to[i] = p[i * rows.step];
         for (int64_t i = rows.width; i < columns; ++i) to[i] = 0;
       };
-      get(2 * u, low);
-      if (2 * u + 1 < count)
-        get(2 * u + 1, high);
-      else
-        std::memset(high, 0, static_cast<size_t>(columns) * 2);
+      for (int64_t row = 2 * u; row < 2 * u + 2; ++row) {
+        uint16_t* to = row & 1 ? high : low;
+        if (row < count)
+          get(row, to);
+        else
+          std::memset(to, 0, static_cast<size_t>(columns) * 2);
+      }
       for (int64_t n = 0; n < columns; n += kLanes) {
         const vu pair = __builtin_convertvector(load(low + n), vu) | __builtin_convertvector(load(high + n), vu) << 16;
         store(out + n / kPanel * kPanel * units + u * kPanel + n % kPanel, pair);
