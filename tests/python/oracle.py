@@ -66,7 +66,7 @@ def attend(
     safe = torch.where(some, logits, 0.0)
     p = torch.where(some, torch.softmax(safe, -1), 0.0)[..., :n_kv]
     lse = torch.where(some.squeeze(-1), torch.logsumexp(safe, -1), -math.inf)
-    return (p * factors) @ v, lse
+    return (p * (factors.to(p.dtype) if isinstance(factors, Tensor) else factors)) @ v, lse
 
 
 def judge(what: str, found: Tensor, true: Tensor, plain: Tensor, dtype: torch.dtype) -> None:

@@ -330,7 +330,7 @@ def test_l4_70000_sequences() -> None:
     assert isinstance(o, Tensor) and torch.equal(o, v)  # each row sees its own key only
 
 
-# ------------------------------------------------------------------------------------------- strides, alignment, offsets
+# ------------------------------------------------------------------------------------------ strides, alignment, offsets
 
 
 @pytest.mark.parametrize("n_kv", [33, 34, 97, 98, 129, 1025])
@@ -477,7 +477,7 @@ def test_a10_the_mask_does_not_depend_on_the_plan(kernel: str | None) -> None:
         torch.testing.assert_close(other, whole, atol=1e-5, rtol=1e-5)
 
 
-# -------------------------------------------------------------------------------------------------- split, pages, memory
+# ------------------------------------------------------------------------------------------------- split, pages, memory
 
 
 @pytest.mark.parametrize("page", [1, 3, 16, 19, 32, 64, 256, 768])

@@ -1,5 +1,5 @@
-"""Every kernel and every option of the contract, alone and in pairs: the result follows the oracle, or the call is refused
-by name. No option may be ignored: alone, it must change the result."""
+"""Every kernel and every option of the contract, alone and in pairs: the result follows the oracle, or the call is
+refused by name. No option may be ignored: alone, it must change the result."""
 
 from __future__ import annotations
 
@@ -87,20 +87,22 @@ def test_dropout(kernel: str, others: tuple[str, ...]) -> None:
     state, p = torch.tensor([2**40 + 5, 2**35 + 7]), 0.3
     keep = _math.dropout_keep(state, p, (B, H_Q, N_Q, N_KV))
 
-    def call(*leaves: Tensor, factors: Tensor, **rest: Any) -> Any:
-        return ffpa.attention(*leaves, dropout_p=p, dropout_state=state, **rest)
+    def call(q: Tensor, k: Tensor, v: Tensor, *, factors: Tensor, **rest: Any) -> Any:
+        return ffpa.attention(q, k, v, dropout_p=p, dropout_state=state, **rest)
 
-    q, k, v = tensors(torch.bfloat16)
-    check(q, k, v, factors=keep / (1 - p), call=lambda q, k, v, **rest: call(q, k, v, **rest),
-          forced={"kernel": kernel}, **options)  # fmt: skip
+    check(*tensors(torch.bfloat16), factors=keep / (1 - p), call=call, forced={"kernel": kernel}, **options)
 
 
 def packed(dtype: torch.dtype) -> tuple[list[Tensor], list[int], list[int]]:
     rows, keys = [5, 0, 31, 1], [9, 4, 40, 0]
-    return [
-        torch.cat([x[:, :, :n] for x, n in zip([randn(1, h, 64, 40, dtype=dtype, seed=s + i) for i in range(4)], part)], 2)
-        for h, part, s in ((H_Q, rows, 1), (H_KV, keys, 11), (H_KV, keys, 21))
-    ], rows, keys  # fmt: skip
+    return (
+        [
+            torch.cat([randn(1, heads, n, 40, dtype=dtype, seed=seed + i) for i, n in enumerate(lengths)], 2)
+            for heads, lengths, seed in ((H_Q, rows, 1), (H_KV, keys, 11), (H_KV, keys, 21))
+        ],
+        rows,
+        keys,
+    )
 
 
 @pytest.mark.parametrize("kernel", [k.name for k in KERNELS])

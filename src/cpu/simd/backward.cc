@@ -65,7 +65,7 @@ struct Scratch {
   int64_t* key_offset;
   uint32_t *q_panels, *dout_panels, *q_rows, *dout_rows, *k_rows, *v_rows, *k_panels, *row;
   uint32_t *p_by_row, *dr_by_row, *dr_by_key;  // units along the rows, and along the keys; Fp32: S and dP themselves
-  float *s, *dp, *extra, *keep, *derivative, *dq, *lse, *inner;
+  float *s, *dp, *extra, *keep, *derivative, *dq, *lse, *inner, *norm;
   int64_t ld_k, ld_v, ld_dq, row_step, key_step;
 
   Scratch(Arena& arena, const Problem& p, const Options& options, const TileShape& t) {
@@ -103,6 +103,7 @@ struct Scratch {
     dq = arena.take<float>(t.rows * ld_dq);
     lse = arena.take<float>(t.rows);
     inner = arena.take<float>(t.rows);
+    norm = arena.take<float>(t.rows);
   }
 };
 
@@ -182,17 +183,24 @@ struct Backward {
     store_row(t, h * t.stride[0], &value, 1, 1.f);
   }
 
-  // Where one tile holds all keys, inner without the rounding of o: dlse - sum over the keys of P * dP.
-  void exact_inner(Scratch<Kind>& w, int64_t keys, int64_t c0, int64_t c1, float scale) const {
+  // Where one tile holds all keys of its rows, what was rounded on the way is made anew: P is brought to sum to 1 (lse was rounded),
+  // and inner is dlse - sum over the keys of P * dP (o was rounded).
+  void refine(Scratch<Kind>& w, int64_t keys, int64_t c0, int64_t c1, float scale) const {
+    const ffpa_tensor& sinks = options.f.sinks;
+    for (int64_t r = c0; r < c1; ++r)
+      w.norm[r] = present(sinks) ? expf(value_at(sinks, w.q.head[r] * sinks.stride[0]) - w.lse[r]) : 0.f;
     for (int64_t c = c0; c < c1; c += kLanes) {
       const vf lse = load(w.lse + c);
-      vf delta{};
+      vf delta{}, total = load(w.norm + c);
       for (int64_t n = 0; n < keys; ++n) {
         const int64_t at = n * tile.rows + c;
         const vf x = exp(load(w.s + at) * scale - lse), factor = w.keep ? load(w.keep + at) : vf{} + 1.f;
+        total += x;
         delta += select((x == vf{}) | (factor == vf{}), vf{}, x * factor * load(w.dp + at));
       }
-      store(w.inner + c, -delta);
+      const vf norm = select(total == vf{}, vf{} + 1.f, 1.0f / total);
+      store(w.norm + c, norm);
+      store(w.inner + c, -delta * norm);
     }
     if (!present(g.dlse)) return;
     for (int64_t r = c0; r < least(c1, w.q.count); ++r)
@@ -204,14 +212,14 @@ struct Backward {
     const int64_t ld = tile.rows;
     const float scale = finished ? 1.f : options.scale;
     for (int64_t c = c0; c < c1; c += kLanes) {
-      const vf lse = load(w.lse + c), inner = load(w.inner + c);
+      const vf lse = load(w.lse + c), inner = load(w.inner + c), norm = load(w.norm + c);
       for (int64_t n = 0; n < keys; n += Kind::kPerUnit) {
         vf probability[Kind::kPerUnit], gradient[Kind::kPerUnit];
         for (int e = 0; e < Kind::kPerUnit; ++e) {
           probability[e] = gradient[e] = vf{};
           if (e > 0 && n + e >= keys) break;
           const int64_t at = (n + e) * ld + c;
-          const vf x = exp(load(w.s + at) * scale - lse);
+          const vf x = exp(load(w.s + at) * scale - lse) * norm;
           const vf factor = w.keep ? load(w.keep + at) : vf{} + 1.f;
           probability[e] = w.keep ? select(factor == vf{}, vf{}, x * factor) : x;
           if (!wanted.ds) continue;
@@ -274,6 +282,7 @@ struct Backward {
     for (int64_t r = 0; r < lanes; ++r) {
       const float lse = r < w.q.count ? lse_at(s, w.q.head[r], w.q.index[r]) : -kInf;
       w.lse[r] = lse == -kInf ? kInf : lse;  // a row without keys: P = 0
+      w.norm[r] = 1.f;
       w.inner[r] = r < w.q.count ? all.inner[inner_at(s, w.q.head[r], w.q.index[r])] : 0.f;
     }
     const Rows q = w.q.rows_of(f.q);
@@ -304,7 +313,7 @@ struct Backward {
       const bool finish = !options.plain() || !all_visible(w.q, j, count, c0, c1);
       if (finish) finish_scores(options, w.q, j, count, c0, c1, w.s, ld, w.extra, w.derivative);
       if (w.keep) gather_dropout(options, w.q, j, count, c0, c1, w.keep, ld);
-      if (wanted.ds && keys.end - keys.begin <= tile.keys) exact_inner(w, count, c0, c1, finish ? 1.f : options.scale);
+      if (wanted.ds && keys.end - keys.begin <= tile.keys) refine(w, count, c0, c1, finish ? 1.f : options.scale);
       differentiate(w, count, c0, c1, finish);
       if (wanted.dbias) add_to_dbias(w, dbias, j, count, c0, c1);
 

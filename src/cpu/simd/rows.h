@@ -231,7 +231,10 @@ FFPA_INLINE int64_t useful_threads(const Problem& p, int64_t products) {
 template <class Visit>
 auto with_kind(const Problem& p, Visit visit) {
 #if defined(FFPA_SIMD_BF16_DOT)
-  if (p.fwd().q.dtype == FFPA_BF16) return visit.template operator()<Bf16>();
+  // Few keys: rounding P and dS to bf16 would be most of the error, and fp32 products cost next to nothing.
+  constexpr int64_t kFewKeys = 64;
+  const bool few = p.n_kv <= kFewKeys && !p.fwd().batch_invariant;
+  if (p.fwd().q.dtype == FFPA_BF16 && !few) return visit.template operator()<Bf16>();
 #endif
   (void)p;
   return visit.template operator()<Fp32>();
