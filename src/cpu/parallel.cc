@@ -3,10 +3,13 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "cpu/features.h"
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -28,6 +31,8 @@ bool pool_usable() {
 #endif
 
 void run_parallel(int threads, int64_t items, void* context, void (*work)(void*, int64_t, int)) {
+  threads =
+      std::min(threads, features().processors);  // more would only wait for each other, and OpenMP's waiting spins
   if (threads > items) threads = static_cast<int>(items);
   if (threads <= 1) {
     for (int64_t item = 0; item < items; ++item) work(context, item, 0);
