@@ -196,7 +196,7 @@ struct Backward {
         const int64_t at = n * tile.rows + c;
         const vf x = exp(load(w.s + at) * scale - lse), factor = w.keep ? load(w.keep + at) : vf{} + 1.f;
         total += x;
-        delta += select((x == vf{}) | (factor == vf{}), vf{}, x * factor * load(w.dp + at));
+        if (wanted.ds) delta += select((x == vf{}) | (factor == vf{}), vf{}, x * factor * load(w.dp + at));
       }
       const vf norm = select(total == vf{}, vf{} + 1.f, 1.0f / total);
       store(w.norm + c, norm);
@@ -313,7 +313,7 @@ struct Backward {
       const bool finish = !options.plain() || !all_visible(w.q, j, count, c0, c1);
       if (finish) finish_scores(options, w.q, j, count, c0, c1, w.s, ld, w.extra, w.derivative);
       if (w.keep) gather_dropout(options, w.q, j, count, c0, c1, w.keep, ld);
-      if (wanted.ds && keys.end - keys.begin <= tile.keys) refine(w, count, c0, c1, finish ? 1.f : options.scale);
+      if (keys.end - keys.begin <= tile.keys) refine(w, count, c0, c1, finish ? 1.f : options.scale);
       differentiate(w, count, c0, c1, finish);
       if (wanted.dbias) add_to_dbias(w, dbias, j, count, c0, c1);
 
