@@ -1,0 +1,34 @@
+// Host side that the Hopper forward kernels share: what they refuse, tensor maps, parameters. SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string>
+
+#include "attn/fwd_params.cuh"
+#include "core/problem.h"
+#include "dispatch/kernel.h"
+
+namespace ffpa::sm90 {
+
+// nullptr if a Hopper GPU is there.
+const char* machine_lacks_hopper();
+
+// Empty, or the sentence that says why no kernel built on tensor maps takes the problem.
+std::string tensor_maps_refuse(const Problem& p);
+
+// Whether the problem needs a kernel built with options (attn/options.cuh).
+bool needs_options(const Problem& p);
+
+struct Boxes {
+  int q_rows, k_rows, v_rows;  // rows of one copy
+  int tile_q;
+};
+Status fill_forward_params(const Problem& p, const Boxes& boxes, attn::ForwardParams* f);
+
+int processors(int device);
+
+// Raise a kernel's shared-memory limit once for each device; `done` is the kernel's own.
+Status allow_shared_memory(const void* kernel, uint32_t bytes, int device, uint64_t* done);
+
+Status launch_status(const char* kernel);
+
+}  // namespace ffpa::sm90
