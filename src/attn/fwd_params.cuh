@@ -17,9 +17,16 @@ struct Broadcast {
   int64_t batch = 0, head = 0, row = 0, column = 0;
 };
 
+// What an instance of a kernel carries beside dense attention with causality, windows, lengths and sinks.
+enum class Features {
+  kDense,   // nothing
+  kPacked,  // cu_seqlens
+  kAll,     // cu_seqlens and what acts on single scores: softcap, bias, mask, ALiBi, dropout, a scale of 0 or below
+};
+
 struct ForwardParams {
-  // q [B | 1, H_q, N_q | T_q, D_qk] as (column, row, head, batch). k, v as (column, row of the sequence, row of the memory, head,
-  // batch), see kv_rows below. Boxes of 64 columns; columns past D are zero-filled.
+  // q [B | 1, H_q, N_q | T_q, D_qk] as (column, row, head, batch); k and v as KvCoordinates says. Boxes of 64 columns; columns past D
+  // arrive as zeros.
   CUtensorMap q, k, v;
 
   void* o = nullptr;     // [B | 1, H_q, N_q | T_q, D_v], strides in elements
@@ -32,10 +39,9 @@ struct ForwardParams {
   int n_q = 0, n_kv = 0;  // rows of a dense sequence; T_q, T_kv when packed
   int d_qk = 0, d_v = 0;
   int n_tiles = 0;        // dense: tiles in all
-  // Rows of K and V past a sequence's end must arrive as zeros, wherever it ends. The tensor maps step through rows twice: the
-  // copy of row j of a sequence of n rows that starts at row r asks for (kv_rows - n + j, r + n) from a base kv_rows rows ahead of
-  // the tensor, and the first coordinate leaves its extent, kv_rows, exactly at j = n.
-  int kv_rows = 0;
+  bool ragged = false;    // sequences have lengths of their own, see KvCoordinates
+  int kv_rows = 0;        // rows of k and v in memory
+  int k_batch_rows = 0, v_batch_rows = 0;  // ragged: rows from one batch to the next
   // 0 where the tensor repeats
   int q_head_step = 1, k_head_step = 1, v_head_step = 1, q_batch_step = 1, k_batch_step = 1, v_batch_step = 1;
 

@@ -18,8 +18,10 @@ struct Tile {
   bool nobodys = false;         // rows past cu_seqlens_q[B]
 };
 
+// kPacked: cu_seqlens_q may be given. Apart, because it costs: the compiler cannot prove that what comes of the search is uniform, and
+// every address that depends on it moves from uniform to vector registers (66 R2UR a block of sm90_fwd_cluster_dv).
 // `Params` is attn::ForwardParams or has its fields of the same names.
-template <int kTileQ, class Params>
+template <int kTileQ, bool kPacked, class Params>
 class TileScheduler {
  public:
   __device__ __forceinline__ TileScheduler(int worker, int n_workers) : worker_(worker), n_workers_(n_workers) {}
@@ -28,7 +30,9 @@ class TileScheduler {
   __device__ __forceinline__ bool next(const Params& p, Tile& t) {
     const int index = round_ * n_workers_ + (round_ & 1 ? n_workers_ - 1 - worker_ : worker_);
     ++round_;
-    return p.cu_seqlens_q ? packed(p, index, t) : dense(p, index, t);
+    if constexpr (kPacked)
+      if (p.cu_seqlens_q) return packed(p, index, t);
+    return dense(p, index, t);
   }
 
  private:
@@ -49,34 +53,33 @@ class TileScheduler {
   __device__ __forceinline__ bool packed(const Params& p, int index, Tile& t) {
     const int lane = threadIdx.x % 32;
     while (seq_ <= p.n_seqs) {
-      const int seq = seq_ + lane;
-      int begin = 0, end = 0;
-      if (seq <= p.n_seqs) {
-        begin = p.cu_seqlens_q[seq];
-        end = seq < p.n_seqs ? p.cu_seqlens_q[seq + 1] : p.n_q;
-      }
+      const int seq = min(seq_ + lane, p.n_seqs);
+      const int begin = p.cu_seqlens_q[seq];
+      const int next = p.cu_seqlens_q[min(seq + 1, p.n_seqs)];
+      const int end = seq_ + lane < p.n_seqs ? next : seq_ + lane == p.n_seqs ? p.n_q : begin;
       const int tiles = (end - begin + kTileQ - 1) / kTileQ;
       int sum = tiles * p.h_q;
       for (int d = 1; d < 32; d *= 2) {
         const int lower = __shfl_up_sync(~0u, sum, d);
-        if (lane >= d) sum += lower;
+        sum += lane >= d ? lower : 0;
       }
-      const unsigned beyond = __ballot_sync(~0u, first_ + sum > index);
+      const int beyond = ptx::uniform(static_cast<int>(__ballot_sync(~0u, first_ + sum > index)));
       if (beyond) {
-        const int found = __ffs(static_cast<int>(beyond)) - 1;
+        const int found = __ffs(beyond) - 1;
         first_ += __shfl_sync(~0u, sum - tiles * p.h_q, found);
+        first_ = ptx::uniform(first_);
         seq_ += found;
-        const int n_tiles = __shfl_sync(~0u, tiles, found);
-        t.q_row = __shfl_sync(~0u, begin, found);
-        t.n_q = __shfl_sync(~0u, end, found) - t.q_row;
-        t.seq = ptx::uniform(seq_);
+        const int n_tiles = ptx::uniform(__shfl_sync(~0u, tiles, found));
+        t.q_row = ptx::uniform(__shfl_sync(~0u, begin, found));
+        t.n_q = ptx::uniform(__shfl_sync(~0u, end, found)) - t.q_row;
+        t.seq = seq_;
         t.head = ptx::uniform((index - first_) / n_tiles);
         place(p, ptx::uniform(index - first_ - t.head * n_tiles), n_tiles, t);
         t.nobodys = t.seq == p.n_seqs;
         keys(p, t);
         return true;
       }
-      first_ += __shfl_sync(~0u, sum, 31);
+      first_ += ptx::uniform(__shfl_sync(~0u, sum, 31));
       seq_ += 32;
     }
     return false;

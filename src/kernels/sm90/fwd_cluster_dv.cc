@@ -19,13 +19,18 @@ std::string plan_forward(const Problem& p, Choice*) {
 
 Status run_forward(const Problem& p, const Choice&, void*, void* stream) {
   const ffpa_forward_problem& f = p.fwd();
-  if (p.n_seqs * p.h_q * f.q.extent[2] * p.d_v == 0 && !(p.packed_q() && f.q.extent[2] && p.h_q)) return {};
-  const bool bf16 = f.q.dtype == FFPA_BF16, wide = p.d_v > 384, options = needs_options(p);
-  const auto choose = [&]<class Element>(Element) {
-    if (wide) return options ? launch<Element, 256, true> : launch<Element, 256, false>;
-    return options ? launch<Element, 192, true> : launch<Element, 192, false>;
+  if (nothing_to_write(p)) return {};
+  const auto run = [&]<class Element, int kDvSlice>() {
+    switch (features_needed(p)) {
+      case attn::Features::kDense: return launch<Element, kDvSlice, attn::Features::kDense>(p, static_cast<cudaStream_t>(stream));
+      case attn::Features::kPacked: return launch<Element, kDvSlice, attn::Features::kPacked>(p, static_cast<cudaStream_t>(stream));
+      default: return launch<Element, kDvSlice, attn::Features::kAll>(p, static_cast<cudaStream_t>(stream));
+    }
   };
-  return (bf16 ? choose(__nv_bfloat16{}) : choose(__half{}))(p, static_cast<cudaStream_t>(stream));
+  const bool wide = p.d_v > 384;
+  if (f.q.dtype == FFPA_BF16)
+    return wide ? run.template operator()<__nv_bfloat16, 256>() : run.template operator()<__nv_bfloat16, 192>();
+  return wide ? run.template operator()<__half, 256>() : run.template operator()<__half, 192>();
 }
 
 }  // namespace ffpa::sm90::fwd_cluster_dv

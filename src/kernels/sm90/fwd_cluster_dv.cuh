@@ -33,6 +33,7 @@
 
 #include "attn/fwd_params.cuh"
 #include "attn/options.cuh"
+#include "attn/softmax.cuh"
 #include "attn/store.cuh"
 #include "attn/visible.cuh"
 #include "pipeline/ring.cuh"
@@ -45,11 +46,12 @@
 
 namespace ffpa::sm90::fwd_cluster_dv {
 
-template <class Element_, int kDvSlice_, bool kOptions_>
+template <class Element_, int kDvSlice_, attn::Features kFeatures>
 struct Config {
   using Element = Element_;
   static constexpr int kDvSlice = kDvSlice_;      // columns of O and V of one CTA
-  static constexpr bool kOptions = kOptions_;     // softcap, bias, mask, ALiBi, dropout, scale <= 0
+  static constexpr bool kOptions = kFeatures == attn::Features::kAll;
+  static constexpr bool kPacked = kFeatures != attn::Features::kDense;
   static constexpr int kCluster = 2;
   static constexpr int kTileQ = 128, kTileKv = 128, kOwnKeys = kTileKv / kCluster;
   static constexpr int kChunkD = 128;             // columns of K in a stage
@@ -119,7 +121,7 @@ template <class C>
 __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared, int rank) {
   const attn::ForwardParams& f = p.f;
   const bool leader = ptx::elect_one();
-  pipeline::TileScheduler<C::kTileQ, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster, gridDim.x / C::kCluster);
+  pipeline::TileScheduler<C::kTileQ, C::kPacked, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster, gridDim.x / C::kCluster);
   pipeline::Tile t;
   pipeline::RingPlace place;
   uint32_t q_phase = 0;
@@ -134,14 +136,16 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
           ptx::tma_load(shared.q + (wg * 2 * p.n_d_chunks + box) * C::kQBoxBytes, &f.q, box * 64, t.q_row + t.row + wg * 64,
                         t.head * f.q_head_step, t.q_batch * f.q_batch_step, shared.q_full);
       const int head = t.head / f.group;
-      const int row_in = f.kv_rows - t.n_kv, row_from = t.kv_row + t.n_kv;
+      const attn::KvCoordinates k =
+          attn::kv_coordinates(f, t.kv_batch, t.kv_row, t.n_kv, head, f.k_batch_rows, f.k_batch_step, f.k_head_step);
+      const attn::KvCoordinates v =
+          attn::kv_coordinates(f, t.kv_batch, t.kv_row, t.n_kv, head, f.v_batch_rows, f.v_batch_step, f.v_head_step);
       const auto load_k = [&](int block) {
         for (int c = 0; c < p.n_d_chunks; ++c) {
           const int stage = shared.ring.fill(place, C::kStageBytes);
           for (int box = 0; box < C::kChunkD / 64; ++box)
             ptx::tma_load(shared.stages + stage * C::kStageBytes + box * C::kKBoxBytes, &f.k, c * C::kChunkD + box * 64,
-                          row_in + block * C::kTileKv + rank * C::kOwnKeys, row_from, head * f.k_head_step,
-                          t.kv_batch * f.k_batch_step, shared.ring.full[stage]);
+                          k.row + block * C::kTileKv + rank * C::kOwnKeys, k.third, k.fourth, k.head, shared.ring.full[stage]);
         }
       };
       const auto load_v = [&](int block) {  // the keys of the own half of P first
@@ -151,7 +155,7 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
           const int stage = shared.ring.fill(place, C::kVChunkBytes);
           for (int box = 0; box < C::kDvSlice / 64; ++box)
             ptx::tma_load(shared.stages + stage * C::kStageBytes + box * C::kVBoxBytes, &f.v, rank * C::kDvSlice + box * 64,
-                          row_in + key, row_from, head * f.v_head_step, t.kv_batch * f.v_batch_step, shared.ring.full[stage]);
+                          v.row + key, v.third, v.fourth, v.head, shared.ring.full[stage]);
         }
       };
       load_k(blocks.first);
@@ -169,7 +173,6 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
 template <class C>
 struct Consumer {
   using Element = typename C::Element;
-  static constexpr float kLag = 8.f;    // let the reference lag by 2^8
   static constexpr float kBump = 14.f;  // P never exceeds 2^14: fp16 holds 2^15.99
   static constexpr int kScores = C::kOwnKeys / 2, kOutputs = C::kDvSlice / 2;
 
@@ -265,31 +268,22 @@ struct Consumer {
       const attn::KeyRange range[2] = {attn::visible_keys(f, t.n_q, t.n_kv, first), attn::visible_keys(f, t.n_q, t.n_kv, first + 8)};
       attn::hide<C::kOwnKeys>(s, column, range);
     }
-    float a = s[0], b = s[2];
-#pragma unroll
-    for (int i = 0; i < kScores / 4; ++i) {
-      a = fmaxf(a, fmaxf(s[4 * i], s[4 * i + 1]));
-      b = fmaxf(b, fmaxf(s[4 * i + 2], s[4 * i + 3]));
-    }
-    a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
-    b = fmaxf(b, __shfl_xor_sync(~0u, b, 1));
-    top[0] = fmaxf(top[0], fmaxf(a, __shfl_xor_sync(~0u, a, 2)) * exponent_scale());
-    top[1] = fmaxf(top[1], fmaxf(b, __shfl_xor_sync(~0u, b, 2)) * exponent_scale());
+    float a, b;
+    attn::row_maxima<C::kOwnKeys>(s, a, b);
+    top[0] = fmaxf(top[0], a * exponent_scale());
+    top[1] = fmaxf(top[1], b * exponent_scale());
   }
   __device__ __forceinline__ float exponent_scale() const { return C::kOptions ? 1.f : f.scale_log2; }
   // What a half's P is relative to, given its running maximum: both CTAs compute this for both halves.
   static __device__ __forceinline__ float bumped(float reference, float maximum) {
-    return maximum - reference > kBump ? ceilf(maximum) : reference;
-  }
-  static __device__ __forceinline__ float power(float from, float to) {  // 2^(from - to), 1 when both are -inf
-    return from == to ? 1.f : ptx::exp2_fast(from - to);
+    return attn::follow(reference, maximum, kBump);
   }
   // Before exponentials: from the reference that o is relative to, `ref`, to the one that the next P will use.
   __device__ __forceinline__ void choose_reference() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float next = bumped(ref[r], top[r]);
-      alpha[r] = power(used[r], next);
+      alpha[r] = attn::power(used[r], next);
       used[r] = next;
       sum[r] *= alpha[r];
     }
@@ -297,7 +291,7 @@ struct Consumer {
   // Exponentials of 32 of the own 64 keys, packed for the own P V and staged for the peer's.
   template <int kHalf>
   __device__ __forceinline__ void exponentials() {
-    const float c = exponent_scale(), a = used[0] == -INFINITY ? 0.f : used[0], b = used[1] == -INFINITY ? 0.f : used[1];
+    const float c = exponent_scale(), a = attn::shift_of(used[0]), b = attn::shift_of(used[1]);
     const int lane_row = warp * 16 + (lane / 8 & 1) * 8 + lane % 8;  // the row whose address this lane gives to stmatrix
 #pragma unroll
     for (int i = 4 * kHalf; i < 4 * kHalf + 4; ++i) {
@@ -372,8 +366,8 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float both = fmaxf(used[r], peer_used[r]);
-        factor[r] = power(used[r], both);
-        peer_factor[r] = power(peer_used[r], both);
+        factor[r] = attn::power(used[r], both);
+        peer_factor[r] = attn::power(peer_used[r], both);
         sum[r] *= factor[r];
         used[r] = both;
       }
@@ -397,7 +391,7 @@ struct Consumer {
       __syncwarp();
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) ref[r] = maximum[r] - used[r] > kLag ? ceilf(maximum[r]) : used[r];
+    for (int r = 0; r < 2; ++r) ref[r] = attn::follow(used[r], maximum[r], attn::kLag);
   }
 
   // ---- one block. On entry S(j+1) is ready, P(j) is in registers and on its way, chunk 0 of P(j) V is in flight.
@@ -540,7 +534,7 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     arm_p();
     if (thread == 0) ptx::mbarrier_arrive_expect(shared.l_full[wg], C::kRowBytes);
-    pipeline::TileScheduler<C::kTileQ, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster, gridDim.x / C::kCluster);
+    pipeline::TileScheduler<C::kTileQ, C::kPacked, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster, gridDim.x / C::kCluster);
     while (scheduler.next(f, t)) {
       blocks = blocks_of<C>(f, t);
       if (blocks.count) {

@@ -3,13 +3,14 @@
 
 #include <cuda_runtime_api.h>
 
+#include "attn/fwd_params.cuh"
 #include "dispatch/kernel.h"
 
 namespace ffpa::sm90::fwd_cluster_dv {
 
 struct Params;
 // One per Config, in the instance files.
-template <class Element, int kDvSlice, bool kOptions>
+template <class Element, int kDvSlice, attn::Features kFeatures>
 Status launch(const Problem& p, cudaStream_t stream);
 
 }  // namespace ffpa::sm90::fwd_cluster_dv

@@ -2,6 +2,7 @@
 #include "kernels/sm90/fwd_cluster_dv_launch.cuh"
 
 namespace ffpa::sm90::fwd_cluster_dv {
-template Status launch<__half, 192, false>(const Problem&, cudaStream_t);
-template Status launch<__half, 192, true>(const Problem&, cudaStream_t);
+template Status launch<__half, 192, attn::Features::kDense>(const Problem&, cudaStream_t);
+template Status launch<__half, 192, attn::Features::kPacked>(const Problem&, cudaStream_t);
+template Status launch<__half, 192, attn::Features::kAll>(const Problem&, cudaStream_t);
 }  // namespace ffpa::sm90::fwd_cluster_dv

@@ -15,9 +15,9 @@ int stages_beside(int n_d_chunks) {
   return n < C::kMaxStages ? n : C::kMaxStages;
 }
 
-template <class Element, int kDvSlice, bool kOptions>
+template <class Element, int kDvSlice, attn::Features kFeatures>
 Status launch(const Problem& problem, cudaStream_t stream) {
-  using C = Config<Element, kDvSlice, kOptions>;
+  using C = Config<Element, kDvSlice, kFeatures>;
   static uint64_t allowed = 0;
   Params p;
   p.n_d_chunks = static_cast<int>((problem.d_qk + C::kChunkD - 1) / C::kChunkD);

@@ -49,6 +49,8 @@ std::string refuses_tensor(const char* name, const ffpa_tensor& t) {
   return {};
 }
 
+bool has_lengths(const ffpa_forward_problem& f) { return present(f.cu_seqlens_kv) || present(f.seqlens_kv); }
+
 // A dimension that does not move: extent 1, any legal stride.
 struct Dimension {
   int64_t extent, stride_bytes;
@@ -58,23 +60,29 @@ Dimension dimension(const ffpa_tensor& t, int axis) {
   return {t.extent[axis], t.stride[axis] * 2};
 }
 
-bool encode(CUtensorMap* map, const ffpa_tensor& t, int64_t base_offset_bytes, int rank, const Dimension* d, int box_rows) {
+bool encode(CUtensorMap* map, const ffpa_tensor& t, int rank, const Dimension* d, int box_rows) {
   cuuint64_t extent[5];
   cuuint64_t stride[4];
   cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1}, step[5] = {1, 1, 1, 1, 1};
   for (int i = 0; i < rank; ++i) extent[i] = static_cast<cuuint64_t>(d[i].extent);
   for (int i = 1; i < rank; ++i) stride[i - 1] = static_cast<cuuint64_t>(d[i].stride_bytes);
   return encode_function()(map, t.dtype == FFPA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                           static_cast<cuuint32_t>(rank), static_cast<char*>(t.data) - base_offset_bytes, extent, stride, box, step,
+                           static_cast<cuuint32_t>(rank), t.data, extent, stride, box, step,
                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The copy of K or V: rows twice, see attn::ForwardParams::kv_rows.
-bool encode_kv(CUtensorMap* map, const ffpa_tensor& t, int box_rows) {
+// The copy of K or V. Coordinates: see attn::ForwardParams::ragged.
+constexpr int64_t kHalfRange = int64_t{1} << 30;
+bool encode_kv(CUtensorMap* map, const ffpa_tensor& t, bool ragged, int box_rows) {
   const int64_t rows = t.extent[2], row_bytes = rows > 1 ? t.stride[2] * 2 : 16;
-  const Dimension d[5] = {{t.extent[3], 2}, {rows, row_bytes}, {rows + 1, row_bytes}, dimension(t, 1), dimension(t, 0)};
-  return encode(map, t, rows * row_bytes, 5, d, box_rows);
+  if (!ragged) {
+    const Dimension d[5] = {{t.extent[3], 2}, {rows, row_bytes}, dimension(t, 0), {1, 16}, dimension(t, 1)};
+    return encode(map, t, 5, d, box_rows);
+  }
+  const Dimension d[5] = {{t.extent[3], 2}, {kHalfRange, row_bytes}, {2 * kHalfRange - 1, row_bytes},
+                          {kHalfRange + 1, (int64_t{1} << 34) - row_bytes}, dimension(t, 1)};
+  return encode(map, t, 5, d, box_rows);
 }
 
 bool multiple_of_8(const ffpa_tensor& t) {
@@ -112,6 +120,14 @@ std::string tensor_maps_refuse(const Problem& p) {
   if (p.paged()) return "block_table: must be absent, but is given";
   for (const auto& [name, t] : {std::pair<const char*, const ffpa_tensor&>{"q", f.q}, {"k", f.k}, {"v", f.v}})
     if (std::string reason = refuses_tensor(name, t); !reason.empty()) return reason;
+  if (has_lengths(f))  // batches are reached by counting rows
+    for (const auto& [name, t] : {std::pair<const char*, const ffpa_tensor&>{"k", f.k}, {"v", f.v}})
+      if (t.extent[0] > 1 && t.extent[2] > 1) {
+        if (t.stride[0] % t.stride[2])
+          return words(name, ": with lengths stride 0 must be a multiple of stride 2, ", t.stride[2], ", but is ", t.stride[0]);
+        if (t.stride[0] / t.stride[2] * t.extent[0] >= kHalfRange)
+          return words(name, ": with lengths stride 0 * extent 0 / stride 2 must be below 2^30, but is ", t.stride[0] / t.stride[2] * t.extent[0]);
+      }
   constexpr int64_t kMostRows = int64_t{1} << 29;
   for (const auto& [name, n] : {std::pair{"N_q", p.packed_q() ? f.q.extent[2] : p.n_q}, {"N_kv", f.k.extent[2]}})
     if (n > kMostRows) return words(name, ": must be at most 2^29, but is ", n);
@@ -119,19 +135,29 @@ std::string tensor_maps_refuse(const Problem& p) {
   return {};
 }
 
-bool needs_options(const Problem& p) {
+attn::Features features_needed(const Problem& p) {
   const ffpa_forward_problem& f = p.fwd();
-  return p.scale <= 0 || f.softcap > 0 || present(f.mask) || present(f.bias) || present(f.alibi_slopes) || f.dropout_p > 0;
+  if (p.scale <= 0 || f.softcap > 0 || present(f.mask) || present(f.bias) || present(f.alibi_slopes) || f.dropout_p > 0)
+    return attn::Features::kAll;
+  return p.packed_q() ? attn::Features::kPacked : attn::Features::kDense;
+}
+
+bool nothing_to_write(const Problem& p) {
+  const ffpa_tensor& o = p.fwd().o;
+  return o.extent[0] * o.extent[1] * o.extent[2] * o.extent[3] == 0;
 }
 
 Status fill_forward_params(const Problem& p, const Boxes& boxes, attn::ForwardParams* f) {
   const ffpa_forward_problem& a = p.fwd();
   const double log2e = 1.4426950408889634074;
   f->kv_rows = static_cast<int>(a.k.extent[2]);
+  f->ragged = has_lengths(a);
+  f->k_batch_rows = a.k.extent[0] > 1 && a.k.extent[2] > 1 ? static_cast<int>(a.k.stride[0] / a.k.stride[2]) : 0;
+  f->v_batch_rows = a.v.extent[0] > 1 && a.v.extent[2] > 1 ? static_cast<int>(a.v.stride[0] / a.v.stride[2]) : 0;
   const Dimension q[4] = {{a.q.extent[3], 2}, dimension(a.q, 2), dimension(a.q, 1), dimension(a.q, 0)};
   const bool has_keys = a.k.extent[0] > 0 && a.k.extent[2] > 0;  // without, no copy is made
-  if (has_keys && !(encode(&f->q, a.q, 0, 4, q, boxes.q_rows) && encode_kv(&f->k, a.k, boxes.k_rows) &&
-                    encode_kv(&f->v, a.v, boxes.v_rows)))
+  if (has_keys && !(encode(&f->q, a.q, 4, q, boxes.q_rows) && encode_kv(&f->k, a.k, f->ragged, boxes.k_rows) &&
+                    encode_kv(&f->v, a.v, f->ragged, boxes.v_rows)))
     return {FFPA_DEVICE_ERROR, "cuTensorMapEncodeTiled: refused q, k or v"};
   const auto step = [](const ffpa_tensor& t, int axis) { return dimension(t, axis).extent > 1 ? 1 : 0; };
   f->q_head_step = step(a.q, 1);

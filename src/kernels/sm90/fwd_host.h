@@ -15,8 +15,11 @@ const char* machine_lacks_hopper();
 // Empty, or the sentence that says why no kernel built on tensor maps takes the problem.
 std::string tensor_maps_refuse(const Problem& p);
 
-// Whether the problem needs a kernel built with options (attn/options.cuh).
-bool needs_options(const Problem& p);
+// The least that an instance must carry to run the problem.
+attn::Features features_needed(const Problem& p);
+
+// No element of o exists.
+bool nothing_to_write(const Problem& p);
 
 struct Boxes {
   int q_rows, k_rows, v_rows;  // rows of one copy
