@@ -35,12 +35,14 @@ namespace fwd_cluster_dv {
 std::string plan_forward(const Problem&, Choice*);
 Status run_forward(const Problem&, const Choice&, void*, void*);
 }  // namespace fwd_cluster_dv
-#ifdef FFPA_FWD_SINGLE
+namespace fwd_quad_dv {
+std::string plan_forward(const Problem&, Choice*);
+Status run_forward(const Problem&, const Choice&, void*, void*);
+}  // namespace fwd_quad_dv
 namespace fwd_single {
 std::string plan_forward(const Problem&, Choice*);
 Status run_forward(const Problem&, const Choice&, void*, void*);
 }  // namespace fwd_single
-#endif
 }  // namespace ffpa::sm90
 
 using namespace ffpa;
@@ -309,20 +311,27 @@ bool run_case(const Case& c) {
   CUDA_OK(cudaMemset(f.lse.data, 0xFF, elements(f.lse) * 4));
   Choice choice;
   Status status;
-  std::string kernel = "cluster_dv", reason;
-#ifdef FFPA_FWD_SINGLE
-  if (c.text("kernel", "") != "cluster_dv") {
-    reason = sm90::fwd_single::plan_forward(p, &choice);
-    if (reason.empty()) kernel = "single";
-  }
-#endif
-  const auto run = [&] {
-#ifdef FFPA_FWD_SINGLE
-    if (kernel == "single") return sm90::fwd_single::run_forward(p, choice, nullptr, nullptr);
-#endif
-    return sm90::fwd_cluster_dv::run_forward(p, choice, nullptr, nullptr);
+  using Plan = std::string (*)(const Problem&, Choice*);
+  using Run = Status (*)(const Problem&, const Choice&, void*, void*);
+  struct Candidate {
+    const char* name;
+    Plan plan;
+    Run run;
   };
-  if (kernel == "cluster_dv") reason = sm90::fwd_cluster_dv::plan_forward(p, &choice);
+  const Candidate candidates[] = {{"single", sm90::fwd_single::plan_forward, sm90::fwd_single::run_forward},
+                                  {"cluster_dv", sm90::fwd_cluster_dv::plan_forward, sm90::fwd_cluster_dv::run_forward},
+                                  {"quad_dv", sm90::fwd_quad_dv::plan_forward, sm90::fwd_quad_dv::run_forward}};
+  std::string kernel, reason;
+  Run run_kernel = nullptr;
+  const std::string forced = c.text("kernel", "");
+  for (const Candidate& candidate : candidates) {
+    if (!forced.empty() && forced != candidate.name) continue;
+    reason = candidate.plan(p, &choice);
+    kernel = candidate.name;
+    run_kernel = candidate.run;
+    if (reason.empty()) break;
+  }
+  const auto run = [&] { return run_kernel(p, choice, nullptr, nullptr); };
   std::string label;
   for (auto& [key, value] : c.words) label += key + "=" + value + " ";
   if (!reason.empty()) {

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-WIDTHS = {64: "score tiles", 80: "score tile at D 256", 112: "score tile at D 192", 128: "score tiles, dv slices",
-          176: "score tile at D 128", 192: "dv slices", 256: "dv slices"}
+WIDTHS = {32: "score tiles", 64: "score tiles", 80: "score tile at D 256", 112: "score tile at D 192", 128: "score tiles, dv slices",
+          176: "score tile at D 128", 160: "dv slices", 192: "dv slices", 224: "dv slices", 256: "dv slices"}
 TYPES = {"__nv_bfloat16": "bf16", "__half": "f16"}
 
 

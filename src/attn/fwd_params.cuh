@@ -54,6 +54,7 @@ struct ForwardParams {
   int window_left = kUnbounded, window_right = kUnbounded;  // causal is window_right = 0
   bool bottom_right = false;
   bool heavy_last = false;             // later rows see more keys: take them first
+  int section = 1;                     // query heads whose tiles are listed together, heaviest first
 
   const void* sinks = nullptr;         // [H_q] or null
   int64_t sinks_stride = 0;

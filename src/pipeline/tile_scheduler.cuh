@@ -1,8 +1,8 @@
 // Which tiles of query rows a persistent CTA or cluster works on, dense and packed. SPDX-License-Identifier: Apache-2.0
 //
 // Tiles of one head follow one another, so that its K and V stay in L2; heads that share them are neighbours. Where later rows see
-// more keys, a head's last tile comes first. Worker w takes w, 2W-1-w, 2W+w, ... of the list (there and back), which evens out a
-// list that falls within each head. Every role of the worker walks the list by itself.
+// more keys, the tiles of a section of heads are listed together, heaviest first. Worker w takes w, 2W-1-w, 2W+w, ... of the list
+// (there and back). Every role of the worker walks the list by itself.
 #pragma once
 
 #include "ptx/warp.cuh"
@@ -39,8 +39,10 @@ class TileScheduler {
   __device__ __forceinline__ bool dense(const Params& p, int index, Tile& t) {
     if (index >= p.n_tiles) return false;
     const int tiles = (p.n_q + kTileQ - 1) / kTileQ;
-    const int batch_head = index / tiles;
-    place(p, index - batch_head * tiles, tiles, t);
+    const int section = index / (tiles * p.section), rest = index - section * (tiles * p.section);
+    const int heads = min(p.section, p.n_seqs * p.h_q - section * p.section);
+    const int tile = rest / heads, batch_head = section * p.section + rest - tile * heads;
+    place(p, tile, tiles, t);
     t.seq = batch_head / p.h_q;
     t.head = batch_head - t.seq * p.h_q;
     t.n_q = p.n_q;

@@ -16,6 +16,9 @@ inline constexpr uint32_t kBoxRowBytes = 128;
 // Upper descriptor word: 128-byte swizzle, 1024 bytes from one group of eight rows to the next.
 inline constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024u >> 4);
 
+// The same for boxes of 32 columns: 64 bytes a row, 64-byte swizzle (piece of row r permuted by XOR with r / 2 % 4).
+inline constexpr uint32_t kDescriptorHigh64 = (2u << 30) | (512u >> 4);
+
 // Lower descriptor word of a K-major operand (rows are M or N, the 64 columns are k). A k16 step is +2; the next box is its bytes
 // over 16. In a cluster the shared address carries the CTA rank from bit 24 up, which a descriptor must not.
 __device__ __forceinline__ uint32_t k_major(uint32_t address) { return ((address & 0x3FFFFu) >> 4) | (1u << 16); }

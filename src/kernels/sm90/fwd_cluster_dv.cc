@@ -27,10 +27,13 @@ Status run_forward(const Problem& p, const Choice&, void*, void* stream) {
       default: return launch<Element, kDvSlice, attn::Features::kAll>(p, static_cast<cudaStream_t>(stream));
     }
   };
-  const bool wide = p.d_v > 384;
-  if (f.q.dtype == FFPA_BF16)
-    return wide ? run.template operator()<__nv_bfloat16, 256>() : run.template operator()<__nv_bfloat16, 192>();
-  return wide ? run.template operator()<__half, 256>() : run.template operator()<__half, 192>();
+  const auto choose = [&]<class Element>() {
+    if (p.d_v <= 320) return run.template operator()<Element, 160>();
+    if (p.d_v <= 384) return run.template operator()<Element, 192>();
+    if (p.d_v <= 448) return run.template operator()<Element, 224>();
+    return run.template operator()<Element, 256>();
+  };
+  return f.q.dtype == FFPA_BF16 ? choose.template operator()<__nv_bfloat16>() : choose.template operator()<__half>();
 }
 
 }  // namespace ffpa::sm90::fwd_cluster_dv

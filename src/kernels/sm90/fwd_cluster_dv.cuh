@@ -1,4 +1,4 @@
-// sm90_fwd_cluster_dv: forward for D_v from 257 to 512 on pairs of Hopper SMs. SPDX-License-Identifier: Apache-2.0
+// sm90_fwd_cluster_dv: forward for head dims from 257 to 512 (D_qk to 576) on pairs of Hopper SMs. SPDX-License-Identifier: Apache-2.0
 //
 // A cluster of two CTAs owns 128 query rows. Keys come in blocks of 128. CTA r computes S of its own 64 keys of every block
 // (S[128, 64] = Q[128, D_qk] K[64, D_qk]') and its own slice of O (O[128, D_v/2] += P[128, 128] V[128, D_v/2]); the halves of P
@@ -20,7 +20,7 @@
 //  p_free   4          the peer's warps, remote     the peer's p_in[wg], max_in[wg]
 //  l_full   1 + tx     own WG arms; peer's copies   sum_in[wg]
 //
-// Shared memory: 35 KB fixed, Q 256 bytes x D_qk (to 128), the rest a ring of 16 KB stages: 4 at D_qk 512, 6 at 384, 3 at 576.
+// Shared memory: 35 KB fixed, Q 256 bytes x D_qk (to 64), the rest a ring of 16 KB stages: 4 at D_qk 512, 6 at 384, 3 at 576.
 // A stage holds 64 keys x 128 columns of K, or 32 keys x D_v/2 columns of V.
 //
 // The reference of a row (what its exponents are relative to, a whole power of two) is lagged: block j+1 is exponentiated against
@@ -61,10 +61,11 @@ struct Config {
   static constexpr int kMaxStages = 8, kMinStages = 3;
   static constexpr uint32_t kStageBytes = 16384;
   static constexpr uint32_t kKBoxBytes = kOwnKeys * 128, kVBoxBytes = kChunkKeys * 128, kQBoxBytes = 64 * 128;
-  static constexpr uint32_t kVChunkBytes = kDvSlice / 64 * kVBoxBytes;
+  static constexpr int kVBoxes = (kDvSlice + 63) / 64;
+  static constexpr uint32_t kVChunkBytes = kVBoxes * kVBoxBytes;
   static constexpr uint32_t kPBytes = 64 * kOwnKeys * 2, kRowBytes = 64 * 4;  // of one warpgroup: P of its rows, a float a row
   static constexpr uint32_t kSharedLimit = 232448;
-  static_assert(kDvSlice % 64 == 0 && kDvSlice <= 256, "a slice is whole boxes of 64 columns and one wgmma wide");
+  static_assert(kDvSlice % 32 == 0 && kDvSlice <= 256, "a slice is one wgmma wide and stored 32 columns at a time");
   static_assert(kKBoxBytes * (kChunkD / 64) == kStageBytes, "a K chunk fills a stage");
   static_assert(kVChunkBytes <= kStageBytes, "a V chunk fits a stage");
   static_assert(kOwnKeys == 64, "P of a warpgroup is one box of 64 columns");
@@ -82,7 +83,7 @@ inline constexpr uint32_t kFixedBytes = (sizeof(SharedStorage<C>) + 1023) / 1024
 
 struct Params {
   attn::ForwardParams f;
-  int n_d_chunks;  // D_qk / 128, rounded up
+  int n_d_boxes;  // D_qk / 64, rounded up, at least 2
   int n_stages;
 };
 
@@ -130,10 +131,10 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
     if (!blocks.count) continue;
     if (leader) {
       ptx::mbarrier_wait(shared.q_empty, q_phase ^ 1);
-      ptx::mbarrier_arrive_expect(shared.q_full, p.n_d_chunks * 4 * C::kQBoxBytes);
+      ptx::mbarrier_arrive_expect(shared.q_full, 2 * p.n_d_boxes * C::kQBoxBytes);
       for (int wg = 0; wg < 2; ++wg)
-        for (int box = 0; box < 2 * p.n_d_chunks; ++box)
-          ptx::tma_load(shared.q + (wg * 2 * p.n_d_chunks + box) * C::kQBoxBytes, &f.q, box * 64, t.q_row + t.row + wg * 64,
+        for (int box = 0; box < p.n_d_boxes; ++box)
+          ptx::tma_load(shared.q + (wg * p.n_d_boxes + box) * C::kQBoxBytes, &f.q, box * 64, t.q_row + t.row + wg * 64,
                         t.head * f.q_head_step, t.q_batch * f.q_batch_step, shared.q_full);
       const int head = t.head / f.group;
       const attn::KvCoordinates k =
@@ -141,9 +142,10 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
       const attn::KvCoordinates v =
           attn::kv_coordinates(f, t.kv_batch, t.kv_row, t.n_kv, head, f.v_batch_rows, f.v_batch_step, f.v_head_step);
       const auto load_k = [&](int block) {
-        for (int c = 0; c < p.n_d_chunks; ++c) {
-          const int stage = shared.ring.fill(place, C::kStageBytes);
-          for (int box = 0; box < C::kChunkD / 64; ++box)
+        for (int c = 0; 2 * c < p.n_d_boxes; ++c) {
+          const int boxes = min(p.n_d_boxes - 2 * c, 2);
+          const int stage = shared.ring.fill(place, boxes * C::kKBoxBytes);
+          for (int box = 0; box < boxes; ++box)
             ptx::tma_load(shared.stages + stage * C::kStageBytes + box * C::kKBoxBytes, &f.k, c * C::kChunkD + box * 64,
                           k.row + block * C::kTileKv + rank * C::kOwnKeys, k.third, k.fourth, k.head, shared.ring.full[stage]);
         }
@@ -153,7 +155,7 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
           const int half = c < C::kVChunks / 2 ? rank : rank ^ 1;
           const int key = block * C::kTileKv + half * C::kOwnKeys + c % (C::kVChunks / 2) * C::kChunkKeys;
           const int stage = shared.ring.fill(place, C::kVChunkBytes);
-          for (int box = 0; box < C::kDvSlice / 64; ++box)
+          for (int box = 0; box < C::kVBoxes; ++box)
             ptx::tma_load(shared.stages + stage * C::kStageBytes + box * C::kVBoxBytes, &f.v, rank * C::kDvSlice + box * 64,
                           v.row + key, v.third, v.fourth, v.head, shared.ring.full[stage]);
         }
@@ -198,7 +200,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const Params& params, const Shared<C>& sh, int wg_idx, int cta_rank)
       : p(params), f(params.f), shared(sh), wg(wg_idx), rank(cta_rank), warp(ptx::uniform(threadIdx.x % 128 / 32)),
         lane(threadIdx.x % 32), thread(threadIdx.x % 128) {
-    q_low = tile::k_major(shared.q + wg * 2 * p.n_d_chunks * C::kQBoxBytes);
+    q_low = tile::k_major(shared.q + wg * p.n_d_boxes * C::kQBoxBytes);
     k_low = tile::k_major(shared.stages);
     v_low = tile::mn_major(shared.stages, C::kVBoxBytes);
     p_in_low = tile::k_major(p_in());
@@ -225,17 +227,30 @@ struct Consumer {
     if (thread == 0) ptx::mbarrier_arrive(shared.ring.empty[oldest]);
     if (++oldest == p.n_stages) oldest = 0;
   }
-  template <bool kFirst>
+  template <bool kFirst, int kSteps = C::kChunkD / 16>
   __device__ __forceinline__ void qk(int chunk) {
     const uint32_t stage = shared.ring.acquire(place);
     const uint32_t q = q_low + chunk * (2 * C::kQBoxBytes / 16), k = k_low + stage * (C::kStageBytes / 16);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int x = 0; x < C::kChunkD / 16; ++x)
+    for (int x = 0; x < kSteps; ++x)
       ptx::Wgmma<C::kOwnKeys>::template ss<Element, 0>(
           s, tile::descriptor(q + x / 4 * (C::kQBoxBytes / 16) + x % 4 * tile::kKMajorStep),
           tile::descriptor(k + x / 4 * (C::kKBoxBytes / 16) + x % 4 * tile::kKMajorStep), !kFirst || x);
     ptx::wgmma_commit();
+  }
+  // Chunks from `begin` on, the last one narrower where D_qk has an odd number of boxes; each waits for the one before it.
+  __device__ __forceinline__ void qk_from(int begin) {
+    for (int c = begin; c < p.n_d_boxes / 2; ++c) {
+      qk<false>(c);
+      ptx::wgmma_wait<1>();
+      release();
+    }
+    if (p.n_d_boxes & 1) {
+      qk<false, 4>(p.n_d_boxes / 2);
+      ptx::wgmma_wait<1>();
+      release();
+    }
   }
   template <int kChunk>
   __device__ __forceinline__ void pv() {  // chunks 0, 1: own keys; 2, 3: the peer's
@@ -425,17 +440,13 @@ struct Consumer {
       free_p();
       rescale();
       if constexpr (kMore2) {
-        if (p.n_d_chunks > 1) {
+        if (p.n_d_boxes >= 4) {
           qk<false>(1);
           ptx::wgmma_wait<1>();
           release();
         }
         ship();
-        for (int c = 2; c < p.n_d_chunks; ++c) {
-          qk<false>(c);
-          ptx::wgmma_wait<1>();
-          release();
-        }
+        qk_from(2);
         pv<0>();
         ptx::wgmma_wait<1>();
         release();
@@ -473,11 +484,7 @@ struct Consumer {
     ptx::mbarrier_wait(shared.q_full, q_phase);
     q_phase ^= 1;
     qk<true>(0);
-    for (int c = 1; c < p.n_d_chunks; ++c) {
-      qk<false>(c);
-      ptx::wgmma_wait<1>();
-      release();
-    }
+    qk_from(1);
     ptx::wgmma_wait<0>();
     release();
     score(0);
@@ -488,11 +495,7 @@ struct Consumer {
     stage_rows(top);
     ship();
     qk<true>(0);
-    for (int c = 1; c < p.n_d_chunks; ++c) {
-      qk<false>(c);
-      ptx::wgmma_wait<1>();
-      release();
-    }
+    qk_from(1);
     pv<0>();
     ptx::wgmma_wait<1>();
     release();

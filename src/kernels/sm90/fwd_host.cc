@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 
@@ -200,6 +201,9 @@ Status fill_forward_params(const Problem& p, const Boxes& boxes, attn::ForwardPa
   f->window_right = a.causal ? 0 : bounded(a.window_right);
   f->bottom_right = a.anchor == FFPA_BOTTOM_RIGHT;
   f->heavy_last = f->window_right != attn::kUnbounded;
+  // Uneven tiles are taken heaviest first over as many heads as keep their K and V in a good half of L2 (60 MB).
+  const int64_t head_bytes = std::max<int64_t>(a.k.extent[2] * (p.d_qk + p.d_v) * 2, 1);
+  f->section = f->heavy_last ? static_cast<int>(std::clamp<int64_t>((int64_t{40} << 20) / head_bytes, 1, 1 << 20) * p.group) : 1;
   if (present(a.sinks)) {
     f->sinks = a.sinks.data;
     f->sinks_stride = a.sinks.stride[0];
@@ -234,6 +238,11 @@ int processors(int device) {
     known[device].store(n, std::memory_order_relaxed);
   }
   return n;
+}
+
+int workers(const attn::ForwardParams& f, int resident) {
+  if (f.cu_seqlens_q) return resident;
+  return f.heavy_last ? f.n_tiles : f.n_tiles < resident ? f.n_tiles : resident;
 }
 
 Status allow_shared_memory(const void* kernel, uint32_t bytes, int device, uint64_t* done) {

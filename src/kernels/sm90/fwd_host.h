@@ -29,6 +29,10 @@ Status fill_forward_params(const Problem& p, const Boxes& boxes, attn::ForwardPa
 
 int processors(int device);
 
+// CTAs or clusters to launch, where `resident` fit the GPU at a time. Even work: persistent workers. Uneven work (causal): one a tile,
+// so that the hardware hands out the next tile, heaviest first, to whoever is free.
+int workers(const attn::ForwardParams& f, int resident);
+
 // Raise a kernel's shared-memory limit once for each device; `done` is the kernel's own.
 Status allow_shared_memory(const void* kernel, uint32_t bytes, int device, uint64_t* done);
 

@@ -1,8 +1,6 @@
 // Launch of one instance of sm90_fwd_single; included by the instance files. SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <algorithm>
-
 #include "kernels/sm90/fwd_host.h"
 #include "kernels/sm90/fwd_single.cuh"
 #include "kernels/sm90/fwd_single.h"
@@ -29,8 +27,7 @@ Status launch(const Problem& problem, cudaStream_t stream) {
   const auto kernel = sm90_fwd_single<C>;
   constexpr uint32_t kBytes = sizeof(SharedStorage<C>);
   if (Status s = allow_shared_memory(reinterpret_cast<const void*>(kernel), kBytes, device, &allowed); s.code != FFPA_OK) return s;
-  int ctas = processors(device);
-  if (!p.f.cu_seqlens_q) ctas = std::min(ctas, p.f.n_tiles);
+  const int ctas = workers(p.f, processors(device));
   kernel<<<ctas, C::kThreads, kBytes, stream>>>(p);
   return launch_status("sm90_fwd_single");
 }
