@@ -64,6 +64,7 @@ struct ForwardParams {
   float softcap_log2 = 0.f, softcap_inverse = 0.f;  // softcap * log2(e); 2 * scale / softcap * log2(e)
   Broadcast mask, bias;
   bool bias_fp32 = false;
+  bool mask_pairs = false, bias_pairs = false;  // neighbouring columns lie together, even ones aligned for a load of two
   const float* alibi_slopes = nullptr;
   int64_t alibi_batch = 0, alibi_head = 0;
   Dropout dropout;                     // threshold 0 = none

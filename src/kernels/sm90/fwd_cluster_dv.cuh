@@ -39,6 +39,7 @@
 #include "pipeline/ring.cuh"
 #include "pipeline/tile_scheduler.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/shared_memory.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
@@ -189,13 +190,12 @@ struct Consumer {
   uint32_t q_low, k_low, v_low, p_in_low;
   float o[kOutputs], s[kScores];
   uint32_t p_words[kScores / 2];  // P of the own keys, as A fragments
-  uint32_t keep[1] = {0};         // dropout
+  uint32_t drawn = 0;             // dropout: bit i, keep element i
   // Per row, base 2. ref: agreed by both CTAs before the block in work. used: what the own P and o are relative to.
   float ref[2], used[2], top[2], sum[2], alpha[2];
   pipeline::Tile t;
   Blocks blocks;
   int all_see_from, all_see_to;   // keys that all 64 rows see
-  attn::OptionRows options;
 
   __device__ __forceinline__ Consumer(const Params& params, const Shared<C>& sh, int wg_idx, int cta_rank)
       : p(params), f(params.f), shared(sh), wg(wg_idx), rank(cta_rank), warp(ptx::uniform(threadIdx.x % 128 / 32)),
@@ -213,14 +213,6 @@ struct Consumer {
   __device__ __forceinline__ uint32_t max_out() const { return shared.base + offsetof(Storage, max_out) + wg * C::kRowBytes; }
   __device__ __forceinline__ uint32_t sum_in() const { return shared.base + offsetof(Storage, sum_in) + wg * C::kRowBytes; }
   __device__ __forceinline__ int row() const { return warp * 16 + lane / 4; }  // the first of the thread's two; the other is +8
-  static __device__ __forceinline__ float load_float(uint32_t address) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-    return x;
-  }
-  static __device__ __forceinline__ void store_float(uint32_t address, float x) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-  }
 
   // ---- products. Each call adds one committed group of wgmma.
   __device__ __forceinline__ void release() {
@@ -240,9 +232,10 @@ struct Consumer {
     ptx::wgmma_commit();
   }
   // Chunks from `begin` on, the last one narrower where D_qk has an odd number of boxes; each waits for the one before it.
-  __device__ __forceinline__ void qk_from(int begin) {
+  __device__ __forceinline__ void qk_from(int begin, int j) {
     for (int c = begin; c < p.n_d_boxes / 2; ++c) {
       qk<false>(c);
+      draw(j, c);
       ptx::wgmma_wait<1>();
       release();
     }
@@ -251,6 +244,16 @@ struct Consumer {
       ptx::wgmma_wait<1>();
       release();
     }
+  }
+  // The dropout of block j, a quarter of it under each of the first four chunks of its Q K'; what is left under the last of fewer.
+  __device__ __forceinline__ void draw(int j, int chunk) {
+    if constexpr (C::kOptions)
+      if (f.dropout.threshold && chunk < 4) {
+        const int key = (blocks.first + j) * C::kTileKv + rank * C::kOwnKeys;
+        const int end = chunk + 1 == p.n_d_boxes / 2 ? 4 : chunk + 1;
+        if (chunk == 0) drawn = 0;
+        for (int quarter = chunk; quarter < end; ++quarter) drawn |= attn::dropout_quarter(f, options(), key, quarter & 1, quarter >> 1);
+      }
   }
   template <int kChunk>
   __device__ __forceinline__ void pv() {  // chunks 0, 1: own keys; 2, 3: the peer's
@@ -270,13 +273,14 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
+  __device__ __forceinline__ attn::OptionRows options() const { return {t.seq, t.head, t.n_q, t.n_kv, t.row + wg * 64 + row()}; }
+
   // ---- softmax
   // Logits (with options: in base 2), invisible ones -inf; then the running maximum of the own half, in base 2.
   __device__ __forceinline__ void score(int j) {
     const int key = (blocks.first + j) * C::kTileKv + rank * C::kOwnKeys, column = key + lane % 4 * 2;
     if constexpr (C::kOptions) {
-      attn::apply_options<Element, C::kOwnKeys>(f, options, s, column);
-      if (f.dropout.threshold) attn::dropout_bits<C::kOwnKeys>(options, column, keep);
+      attn::apply_options<Element, C::kOwnKeys>(f, options(), s, column);
     }
     if (key < all_see_from || key + C::kOwnKeys > all_see_to) {
       const int first = t.row + wg * 64 + row();
@@ -318,7 +322,7 @@ struct Consumer {
       if constexpr (C::kOptions)
         if (f.dropout.threshold)
 #pragma unroll
-          for (int x = 0; x < 4; ++x) e[x] = keep[0] >> (4 * i + x) & 1u ? e[x] : 0.f;
+          for (int x = 0; x < 4; ++x) e[x] = drawn >> (4 * i + x) & 1u ? e[x] : 0.f;
       p_words[2 * i] = ptx::pack<Element>(e[0], e[1]);
       p_words[2 * i + 1] = ptx::pack<Element>(e[2], e[3]);
     }
@@ -340,8 +344,8 @@ struct Consumer {
   }
   __device__ __forceinline__ void stage_rows(const float (&x)[2]) {
     if (lane % 4 == 0) {
-      store_float(max_out() + row() * 4, x[0]);
-      store_float(max_out() + (row() + 8) * 4, x[1]);
+      ptx::store_shared(max_out() + row() * 4, x[0]);
+      ptx::store_shared(max_out() + (row() + 8) * 4, x[1]);
     }
     ptx::fence_async_shared();
     __syncwarp();
@@ -372,7 +376,7 @@ struct Consumer {
     float peer_used[2], maximum[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float peer = load_float(max_in() + (row() + 8 * r) * 4);
+      const float peer = ptx::load_shared(max_in() + (row() + 8 * r) * 4);
       peer_used[r] = bumped(ref[r], peer);
       maximum[r] = fmaxf(top[r], peer);
     }
@@ -393,14 +397,12 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) {  // 16 rows of 8 pieces, 4 rows a step
         const float x = __shfl_sync(~0u, peer_factor[i / 2], (i % 2 * 4 + lane / 8) * 4);
         const uint32_t at = p_in() + warp * 2048 + i * 512 + lane * 16;
-        uint32_t w[4];
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at) : "memory");
-#pragma unroll
-        for (int y = 0; y < 4; ++y) {
-          const float2 two = ptx::unpack<Element>(w[y]);
-          w[y] = ptx::pack<Element>(two.x * x, two.y * x);
-        }
-        asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+        uint4 w = ptx::load_shared4(at);
+        scale_word(w.x, x);
+        scale_word(w.y, x);
+        scale_word(w.z, x);
+        scale_word(w.w, x);
+        ptx::store_shared4(at, w);
       }
       ptx::fence_async_shared();
       __syncwarp();
@@ -409,23 +411,42 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) ref[r] = attn::follow(used[r], maximum[r], attn::kLag);
   }
 
+  static __device__ __forceinline__ void scale_word(uint32_t& word, float x) {
+    const float2 two = ptx::unpack<Element>(word);
+    word = ptx::pack<Element>(two.x * x, two.y * x);
+  }
+
   // ---- one block. On entry S(j+1) is ready, P(j) is in registers and on its way, chunk 0 of P(j) V is in flight.
   template <bool kMore, bool kMore2>
   __device__ __forceinline__ void block(int j) {
     pv<1>();
     agree();
     if constexpr (kMore) {
-      score(j + 1);
-      choose_reference();
-      ptx::wgmma_wait<1>();
-      release();
-      pv<2>();
-      reuse_out();
-      exponentials<0>();
-      ptx::wgmma_wait<1>();
-      release();
-      pv<3>();
-      exponentials<1>();
+      if constexpr (C::kOptions) {  // the longer softmax under more products
+        ptx::wgmma_wait<1>();
+        release();
+        pv<2>();
+        score(j + 1);
+        choose_reference();
+        ptx::wgmma_wait<1>();
+        release();
+        pv<3>();
+        reuse_out();
+        exponentials<0>();
+        exponentials<1>();
+      } else {
+        score(j + 1);
+        choose_reference();
+        ptx::wgmma_wait<1>();
+        release();
+        pv<2>();
+        reuse_out();
+        exponentials<0>();
+        ptx::wgmma_wait<1>();
+        release();
+        pv<3>();
+        exponentials<1>();
+      }
       stage_rows(top);
       ptx::wgmma_wait<1>();
       release();
@@ -440,13 +461,15 @@ struct Consumer {
       free_p();
       rescale();
       if constexpr (kMore2) {
+        draw(j + 2, 0);
         if (p.n_d_boxes >= 4) {
           qk<false>(1);
+          draw(j + 2, 1);
           ptx::wgmma_wait<1>();
           release();
         }
         ship();
-        qk_from(2);
+        qk_from(2, j + 2);
         pv<0>();
         ptx::wgmma_wait<1>();
         release();
@@ -480,11 +503,11 @@ struct Consumer {
     const int first_row = t.row + wg * 64, last_row = min(first_row + 63, t.n_q - 1);
     all_see_from = attn::visible_keys(f, t.n_q, t.n_kv, last_row).begin;
     all_see_to = attn::visible_keys(f, t.n_q, t.n_kv, first_row).end;
-    if constexpr (C::kOptions) options = attn::option_rows(f, t.seq, t.head, t.n_q, t.n_kv, first_row + row());
     ptx::mbarrier_wait(shared.q_full, q_phase);
     q_phase ^= 1;
     qk<true>(0);
-    qk_from(1);
+    draw(0, 0);
+    qk_from(1, 0);
     ptx::wgmma_wait<0>();
     release();
     score(0);
@@ -495,7 +518,8 @@ struct Consumer {
     stage_rows(top);
     ship();
     qk<true>(0);
-    qk_from(1);
+    draw(1, 0);
+    qk_from(1, 1);
     pv<0>();
     ptx::wgmma_wait<1>();
     release();
@@ -518,7 +542,7 @@ struct Consumer {
     ptx::mbarrier_wait(shared.l_full[wg], l_phase);
     l_phase ^= 1;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sum[r] += load_float(sum_in() + (row() + 8 * r) * 4);
+    for (int r = 0; r < 2; ++r) sum[r] += ptx::load_shared(sum_in() + (row() + 8 * r) * 4);
     if (thread == 0) ptx::mbarrier_arrive_expect(shared.l_full[wg], C::kRowBytes);
   }
   template <int r>

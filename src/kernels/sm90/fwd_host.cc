@@ -92,6 +92,13 @@ bool multiple_of_8(const ffpa_tensor& t) {
   return t.stride[3] == 1 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
 }
 
+bool in_pairs(const ffpa_tensor& t) {
+  if (!present(t) || broadcast_stride(t, 3) != 1 || reinterpret_cast<uintptr_t>(t.data) % (2 * dtype_bytes(t.dtype))) return false;
+  for (int axis = 0; axis < 3; ++axis)
+    if (broadcast_stride(t, axis) % 2) return false;
+  return true;
+}
+
 attn::Broadcast broadcast(const ffpa_tensor& t) {
   if (!present(t)) return {};
   return {t.data, broadcast_stride(t, 0), broadcast_stride(t, 1), broadcast_stride(t, 2), broadcast_stride(t, 3)};
@@ -216,6 +223,8 @@ Status fill_forward_params(const Problem& p, const Boxes& boxes, attn::ForwardPa
   f->mask = broadcast(a.mask);
   f->bias = broadcast(a.bias);
   f->bias_fp32 = a.bias.dtype == FFPA_FP32;
+  f->mask_pairs = in_pairs(a.mask);
+  f->bias_pairs = in_pairs(a.bias);
   if (present(a.alibi_slopes)) {
     f->alibi_slopes = static_cast<const float*>(a.alibi_slopes.data);
     f->alibi_batch = a.alibi_slopes.rank == 2 && a.alibi_slopes.extent[0] > 1 ? a.alibi_slopes.stride[0] : 0;

@@ -188,7 +188,6 @@ struct Consumer {
   pipeline::Tile t;
   Blocks blocks;
   int all_see_from, all_see_to;  // keys that all 64 rows see
-  attn::OptionRows options;
 
   __device__ __forceinline__ Consumer(const Params& params, const Shared<C>& sh, int wg_idx, int cta_rank)
       : p(params), f(params.f), shared(sh), wg(wg_idx), rank(cta_rank), party(2 * cta_rank + wg_idx),
@@ -247,12 +246,14 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
+  __device__ __forceinline__ attn::OptionRows options() const { return {t.seq, t.head, t.n_q, t.n_kv, t.row + row()}; }
+
   // ---- softmax of block j: S to P in the shared memory of both CTAs
   __device__ __forceinline__ void softmax(int j) {
     const int key = (blocks.first + j) * C::kTileKv + party * C::kOwnKeys, column = key + lane % 4 * 2;
     if constexpr (C::kOptions) {
-      attn::apply_options<Element, C::kOwnKeys>(f, options, s, column);
-      if (f.dropout.threshold) attn::dropout_bits<C::kOwnKeys>(options, column, keep);
+      attn::apply_options<Element, C::kOwnKeys>(f, options(), s, column);
+      if (f.dropout.threshold) attn::dropout_bits<C::kOwnKeys>(f, options(), column, keep);
     }
     if (key < all_see_from || key + C::kOwnKeys > all_see_to) {
       const int first = t.row + row();
@@ -435,7 +436,6 @@ struct Consumer {
     const int last_row = min(t.row + 63, t.n_q - 1);
     all_see_from = attn::visible_keys(f, t.n_q, t.n_kv, last_row).begin;
     all_see_to = attn::visible_keys(f, t.n_q, t.n_kv, t.row).end;
-    if constexpr (C::kOptions) options = attn::option_rows(f, t.seq, t.head, t.n_q, t.n_kv, t.row + row());
     if (!blocks.count) return;
     ptx::mbarrier_wait(shared.q_full, q_phase);
     q_phase ^= 1;

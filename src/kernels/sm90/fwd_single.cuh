@@ -164,7 +164,6 @@ struct Consumer {
   pipeline::Tile t;
   Blocks blocks;
   int all_see_from, all_see_to;                  // keys that all 64 rows see
-  attn::OptionRows options;
 
   __device__ __forceinline__ Consumer(const Params& p, const Shared<C>& sh, int wg_idx)
       : f(p.f), shared(sh), wg(wg_idx), warp(ptx::uniform(threadIdx.x % 128 / 32)), lane(threadIdx.x % 32),
@@ -205,12 +204,14 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
+  __device__ __forceinline__ attn::OptionRows options() const { return {t.seq, t.head, t.n_q, t.n_kv, t.row + wg * 64 + row()}; }
+
   // ---- softmax of block j, all but what touches o and P
   __device__ __forceinline__ void softmax(int j) {
     const int key = (blocks.first + j) * C::kTileKv, column = key + lane % 4 * 2;
     if constexpr (C::kOptions) {
-      attn::apply_options<Element, C::kTileKv>(f, options, s, column);
-      if (f.dropout.threshold) attn::dropout_bits<C::kTileKv>(options, column, keep);
+      attn::apply_options<Element, C::kTileKv>(f, options(), s, column);
+      if (f.dropout.threshold) attn::dropout_bits<C::kTileKv>(f, options(), column, keep);
     }
     if (key < all_see_from || key + C::kTileKv > all_see_to) {
       const int first = t.row + wg * 64 + row();
@@ -260,7 +261,6 @@ struct Consumer {
     const int first_row = t.row + wg * 64, last_row = min(first_row + 63, t.n_q - 1);
     all_see_from = attn::visible_keys(f, t.n_q, t.n_kv, last_row).begin;
     all_see_to = attn::visible_keys(f, t.n_q, t.n_kv, first_row).end;
-    if constexpr (C::kOptions) options = attn::option_rows(f, t.seq, t.head, t.n_q, t.n_kv, first_row + row());
   }
   __device__ __forceinline__ void blocks_loop() {
     ptx::mbarrier_wait(shared.q_full, q_phase);
