@@ -413,7 +413,7 @@ bool run_case(const Case& c) {
     same = same && again == got;
   }
   const double rmse = square ? std::sqrt(square_error / square) : std::sqrt(square_error);
-  const bool ok = !nans && !unwritten && same && rmse < (dtype == FFPA_BF16 ? 4e-3 : 6e-4) && worst_lse < 1e-3;
+  const bool ok = !nans && !unwritten && same && (rmse < (dtype == FFPA_BF16 ? 4e-3 : 6e-4) || worst < 1e-6) && worst_lse < 1e-3;
   std::printf("%s %-10s %-60s rmse %.1e max %.1e lse %.1e%s%s%s", ok ? "ok  " : "FAIL", kernel.c_str(), label.c_str(), rmse, worst, worst_lse,
               nans ? " NAN" : "", unwritten ? " UNWRITTEN" : "", same ? "" : " UNREPEATABLE");
   if (const int64_t times = c.integer("time", 0)) {

@@ -19,10 +19,14 @@ struct Broadcast {
 
 // What an instance of a kernel carries beside dense attention with causality, windows, lengths and sinks.
 enum class Features {
-  kDense,   // nothing
-  kPacked,  // cu_seqlens
-  kAll,     // cu_seqlens and what acts on single scores: softcap, bias, mask, ALiBi, dropout, a scale of 0 or below
+  kDense,    // nothing
+  kPacked,   // cu_seqlens
+  kOptions,  // what acts on single scores: softcap, bias, mask, ALiBi, dropout, a scale of 0 or below
+  kAll,      // both
 };
+
+constexpr bool has_options(Features f) { return f == Features::kOptions || f == Features::kAll; }
+constexpr bool has_packed(Features f) { return f == Features::kPacked || f == Features::kAll; }
 
 struct ForwardParams {
   // q [B | 1, H_q, N_q | T_q, D_qk] as (column, row, head, batch); k and v as KvCoordinates says. Boxes of 64 columns; columns past D
@@ -64,7 +68,8 @@ struct ForwardParams {
   float softcap_log2 = 0.f, softcap_inverse = 0.f;  // softcap * log2(e); 2 * scale / softcap * log2(e)
   Broadcast mask, bias;
   bool bias_fp32 = false;
-  bool mask_pairs = false, bias_pairs = false;  // neighbouring columns lie together, even ones aligned for a load of two
+  // Neighbouring columns lie together, and every eighth is aligned for a load of eight (or of 16 bytes, if that is less).
+  bool mask_eights = false, bias_eights = false;
   const float* alibi_slopes = nullptr;
   int64_t alibi_batch = 0, alibi_head = 0;
   Dropout dropout;                     // threshold 0 = none

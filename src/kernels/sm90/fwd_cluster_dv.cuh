@@ -51,8 +51,8 @@ template <class Element_, int kDvSlice_, attn::Features kFeatures>
 struct Config {
   using Element = Element_;
   static constexpr int kDvSlice = kDvSlice_;      // columns of O and V of one CTA
-  static constexpr bool kOptions = kFeatures == attn::Features::kAll;
-  static constexpr bool kPacked = kFeatures != attn::Features::kDense;
+  static constexpr bool kOptions = attn::has_options(kFeatures);
+  static constexpr bool kPacked = attn::has_packed(kFeatures);
   static constexpr int kCluster = 2;
   static constexpr int kTileQ = 128, kTileKv = 128, kOwnKeys = kTileKv / kCluster;
   static constexpr int kChunkD = 128;             // columns of K in a stage
@@ -190,6 +190,7 @@ struct Consumer {
   uint32_t q_low, k_low, v_low, p_in_low;
   float o[kOutputs], s[kScores];
   uint32_t p_words[kScores / 2];  // P of the own keys, as A fragments
+  attn::FetchedWords<C::kOwnKeys> fetched;  // options of the next block
   uint32_t drawn = 0;             // dropout: bit i, keep element i
   // Per row, base 2. ref: agreed by both CTAs before the block in work. used: what the own P and o are relative to.
   float ref[2], used[2], top[2], sum[2], alpha[2];
@@ -277,10 +278,14 @@ struct Consumer {
 
   // ---- softmax
   // Logits (with options: in base 2), invisible ones -inf; then the running maximum of the own half, in base 2.
+  __device__ __forceinline__ void fetch_options(int j) {
+    if constexpr (C::kOptions)
+      attn::fetch<C::kOwnKeys>(f, options(), (blocks.first + j) * C::kTileKv + rank * C::kOwnKeys, fetched);
+  }
   __device__ __forceinline__ void score(int j) {
     const int key = (blocks.first + j) * C::kTileKv + rank * C::kOwnKeys, column = key + lane % 4 * 2;
     if constexpr (C::kOptions) {
-      attn::apply_options<Element, C::kOwnKeys>(f, options(), s, column);
+      attn::apply_options<Element, C::kOwnKeys>(f, options(), s, key, fetched);
     }
     if (key < all_see_from || key + C::kOwnKeys > all_see_to) {
       const int first = t.row + wg * 64 + row();
@@ -419,6 +424,7 @@ struct Consumer {
   // ---- one block. On entry S(j+1) is ready, P(j) is in registers and on its way, chunk 0 of P(j) V is in flight.
   template <bool kMore, bool kMore2>
   __device__ __forceinline__ void block(int j) {
+    if constexpr (kMore) fetch_options(j + 1);
     pv<1>();
     agree();
     if constexpr (kMore) {
@@ -510,6 +516,7 @@ struct Consumer {
     qk_from(1, 0);
     ptx::wgmma_wait<0>();
     release();
+    fetch_options(0);
     score(0);
     choose_reference();
     reuse_out();

@@ -76,7 +76,7 @@ bool encode(CUtensorMap* map, const ffpa_tensor& t, int rank, const Dimension* d
 // The copy of K or V. Coordinates: see attn::ForwardParams::ragged.
 constexpr int64_t kHalfRange = int64_t{1} << 30;
 bool encode_kv(CUtensorMap* map, const ffpa_tensor& t, bool ragged, int box_rows) {
-  const int64_t rows = t.extent[2], row_bytes = rows > 1 ? t.stride[2] * 2 : 16;
+  const int64_t rows = t.extent[2], row_bytes = rows > 1 ? t.stride[2] * 2 : ragged && t.extent[0] > 1 ? t.stride[0] * 2 : 16;
   if (!ragged) {
     const Dimension d[5] = {{t.extent[3], 2}, {rows, row_bytes}, dimension(t, 0), {1, 16}, dimension(t, 1)};
     return encode(map, t, 5, d, box_rows);
@@ -92,10 +92,11 @@ bool multiple_of_8(const ffpa_tensor& t) {
   return t.stride[3] == 1 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
 }
 
-bool in_pairs(const ffpa_tensor& t) {
-  if (!present(t) || broadcast_stride(t, 3) != 1 || reinterpret_cast<uintptr_t>(t.data) % (2 * dtype_bytes(t.dtype))) return false;
+bool in_eights(const ffpa_tensor& t) {
+  const int64_t bytes = std::min<int64_t>(8 * dtype_bytes(t.dtype), 16);
+  if (!present(t) || broadcast_stride(t, 3) != 1 || reinterpret_cast<uintptr_t>(t.data) % bytes) return false;
   for (int axis = 0; axis < 3; ++axis)
-    if (broadcast_stride(t, axis) % 2) return false;
+    if (broadcast_stride(t, axis) * dtype_bytes(t.dtype) % bytes) return false;
   return true;
 }
 
@@ -146,7 +147,7 @@ std::string tensor_maps_refuse(const Problem& p) {
 attn::Features features_needed(const Problem& p) {
   const ffpa_forward_problem& f = p.fwd();
   if (p.scale <= 0 || f.softcap > 0 || present(f.mask) || present(f.bias) || present(f.alibi_slopes) || f.dropout_p > 0)
-    return attn::Features::kAll;
+    return p.packed_q() ? attn::Features::kAll : attn::Features::kOptions;
   return p.packed_q() ? attn::Features::kPacked : attn::Features::kDense;
 }
 
@@ -160,8 +161,11 @@ Status fill_forward_params(const Problem& p, const Boxes& boxes, attn::ForwardPa
   const double log2e = 1.4426950408889634074;
   f->kv_rows = static_cast<int>(a.k.extent[2]);
   f->ragged = has_lengths(a);
-  f->k_batch_rows = a.k.extent[0] > 1 && a.k.extent[2] > 1 ? static_cast<int>(a.k.stride[0] / a.k.stride[2]) : 0;
-  f->v_batch_rows = a.v.extent[0] > 1 && a.v.extent[2] > 1 ? static_cast<int>(a.v.stride[0] / a.v.stride[2]) : 0;
+  const auto batch_rows = [](const ffpa_tensor& t) {  // one row a batch: the batch is the row, see encode_kv
+    return t.extent[0] <= 1 ? 0 : t.extent[2] > 1 ? static_cast<int>(t.stride[0] / t.stride[2]) : 1;
+  };
+  f->k_batch_rows = batch_rows(a.k);
+  f->v_batch_rows = batch_rows(a.v);
   const Dimension q[4] = {{a.q.extent[3], 2}, dimension(a.q, 2), dimension(a.q, 1), dimension(a.q, 0)};
   const bool has_keys = a.k.extent[0] > 0 && a.k.extent[2] > 0;  // without, no copy is made
   if (has_keys && !(encode(&f->q, a.q, 4, q, boxes.q_rows) && encode_kv(&f->k, a.k, f->ragged, boxes.k_rows) &&
@@ -223,8 +227,8 @@ Status fill_forward_params(const Problem& p, const Boxes& boxes, attn::ForwardPa
   f->mask = broadcast(a.mask);
   f->bias = broadcast(a.bias);
   f->bias_fp32 = a.bias.dtype == FFPA_FP32;
-  f->mask_pairs = in_pairs(a.mask);
-  f->bias_pairs = in_pairs(a.bias);
+  f->mask_eights = in_eights(a.mask);
+  f->bias_eights = in_eights(a.bias);
   if (present(a.alibi_slopes)) {
     f->alibi_slopes = static_cast<const float*>(a.alibi_slopes.data);
     f->alibi_batch = a.alibi_slopes.rank == 2 && a.alibi_slopes.extent[0] > 1 ? a.alibi_slopes.stride[0] : 0;

@@ -24,6 +24,7 @@ Status run_forward(const Problem& p, const Choice&, void*, void* stream) {
     switch (features_needed(p)) {
       case attn::Features::kDense: return launch<Element, kDvSlice, attn::Features::kDense>(p, static_cast<cudaStream_t>(stream));
       case attn::Features::kPacked: return launch<Element, kDvSlice, attn::Features::kPacked>(p, static_cast<cudaStream_t>(stream));
+      case attn::Features::kOptions: return launch<Element, kDvSlice, attn::Features::kOptions>(p, static_cast<cudaStream_t>(stream));
       default: return launch<Element, kDvSlice, attn::Features::kAll>(p, static_cast<cudaStream_t>(stream));
     }
   };

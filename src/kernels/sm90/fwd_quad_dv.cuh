@@ -46,8 +46,8 @@ template <class Element_, int kDvSlice_, attn::Features kFeatures>
 struct Config {
   using Element = Element_;
   static constexpr int kDvSlice = kDvSlice_;  // columns of O and V of one party
-  static constexpr bool kOptions = kFeatures == attn::Features::kAll;
-  static constexpr bool kPacked = kFeatures != attn::Features::kDense;
+  static constexpr bool kOptions = attn::has_options(kFeatures);
+  static constexpr bool kPacked = attn::has_packed(kFeatures);
   static constexpr int kCluster = 2, kParties = 4;
   static constexpr int kTileQ = 64, kTileKv = 128, kOwnKeys = kTileKv / kParties;
   static constexpr int kChunkD = 128;     // columns of K in a stage
@@ -252,7 +252,9 @@ struct Consumer {
   __device__ __forceinline__ void softmax(int j) {
     const int key = (blocks.first + j) * C::kTileKv + party * C::kOwnKeys, column = key + lane % 4 * 2;
     if constexpr (C::kOptions) {
-      attn::apply_options<Element, C::kOwnKeys>(f, options(), s, column);
+      attn::FetchedWords<C::kOwnKeys> fetched;
+      attn::fetch<C::kOwnKeys>(f, options(), key, fetched);
+      attn::apply_options<Element, C::kOwnKeys>(f, options(), s, key, fetched);
       if (f.dropout.threshold) attn::dropout_bits<C::kOwnKeys>(f, options(), column, keep);
     }
     if (key < all_see_from || key + C::kOwnKeys > all_see_to) {

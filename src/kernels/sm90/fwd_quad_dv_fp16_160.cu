@@ -4,5 +4,6 @@
 namespace ffpa::sm90::fwd_quad_dv {
 template Status launch<__half, 160, attn::Features::kDense>(const Problem&, cudaStream_t);
 template Status launch<__half, 160, attn::Features::kPacked>(const Problem&, cudaStream_t);
+template Status launch<__half, 160, attn::Features::kOptions>(const Problem&, cudaStream_t);
 template Status launch<__half, 160, attn::Features::kAll>(const Problem&, cudaStream_t);
 }  // namespace ffpa::sm90::fwd_quad_dv

@@ -24,6 +24,7 @@ Status run_forward(const Problem& p, const Choice&, void*, void* stream) {
     switch (features_needed(p)) {
       case attn::Features::kDense: return launch<Element, kDqk, kDv, attn::Features::kDense>(p, to);
       case attn::Features::kPacked: return launch<Element, kDqk, kDv, attn::Features::kPacked>(p, to);
+      case attn::Features::kOptions: return launch<Element, kDqk, kDv, attn::Features::kOptions>(p, to);
       default: return launch<Element, kDqk, kDv, attn::Features::kAll>(p, to);
     }
   };

@@ -47,8 +47,8 @@ struct Config {
   using Element = Element_;
   static constexpr int kDqk = kDqk_, kDv = kDv_, kTileKv = kTileKv_;
   static constexpr int kWarpgroups = kWarpgroups_, kTileQ = 64 * kWarpgroups;
-  static constexpr bool kOptions = kFeatures == attn::Features::kAll;
-  static constexpr bool kPacked = kFeatures != attn::Features::kDense;
+  static constexpr bool kOptions = attn::has_options(kFeatures);
+  static constexpr bool kPacked = attn::has_packed(kFeatures);
   static constexpr int kStages = 2;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160, kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
@@ -210,7 +210,9 @@ struct Consumer {
   __device__ __forceinline__ void softmax(int j) {
     const int key = (blocks.first + j) * C::kTileKv, column = key + lane % 4 * 2;
     if constexpr (C::kOptions) {
-      attn::apply_options<Element, C::kTileKv>(f, options(), s, column);
+      attn::FetchedWords<C::kTileKv> fetched;
+      attn::fetch<C::kTileKv>(f, options(), key, fetched);
+      attn::apply_options<Element, C::kTileKv>(f, options(), s, key, fetched);
       if (f.dropout.threshold) attn::dropout_bits<C::kTileKv>(f, options(), column, keep);
     }
     if (key < all_see_from || key + C::kTileKv > all_see_to) {

@@ -4,5 +4,6 @@
 namespace ffpa::sm90::fwd_single {
 template Status launch<__nv_bfloat16, 64, 64, attn::Features::kDense>(const Problem&, cudaStream_t);
 template Status launch<__nv_bfloat16, 64, 64, attn::Features::kPacked>(const Problem&, cudaStream_t);
+template Status launch<__nv_bfloat16, 64, 64, attn::Features::kOptions>(const Problem&, cudaStream_t);
 template Status launch<__nv_bfloat16, 64, 64, attn::Features::kAll>(const Problem&, cudaStream_t);
 }  // namespace ffpa::sm90::fwd_single

@@ -9,7 +9,7 @@ namespace ffpa::sm90::fwd_single {
 
 // Keys of a block: the table at the top of fwd_single.cuh; fewer where the options need registers.
 template <int kDqk, int kDv, attn::Features kFeatures>
-inline constexpr int kTileKv = kFeatures == attn::Features::kAll ? (kDqk == 128 ? 80 : 64)
+inline constexpr int kTileKv = attn::has_options(kFeatures) ? (kDqk == 128 ? 80 : 64)
                                : kDqk == 64                      ? 128
                                : kDqk == 128                     ? 176
                                : kDqk == 192                     ? (kDv == 128 ? 128 : 112)
