@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "kernels/sm90/fwd_quad_dv.cuh"
-#include "kernels/sm90/fwd_quad_dv.h"
+#include "kernels/sm90/sm90_fwd_quad_dv.cuh"
+#include "kernels/sm90/sm90_fwd_quad_dv.h"
 #include "kernels/sm90/fwd_host.h"
 
 namespace ffpa::sm90::fwd_quad_dv {

@@ -1,5 +1,5 @@
 // Choice of instance of sm90_fwd_single. SPDX-License-Identifier: Apache-2.0
-#include "kernels/sm90/fwd_single.h"
+#include "kernels/sm90/sm90_fwd_single.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

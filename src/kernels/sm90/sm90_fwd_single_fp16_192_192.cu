@@ -1,5 +1,5 @@
 // Instances of sm90_fwd_single: fp16, D_qk 192, D_v 192. SPDX-License-Identifier: Apache-2.0
-#include "kernels/sm90/fwd_single_launch.cuh"
+#include "kernels/sm90/sm90_fwd_single_launch.cuh"
 
 namespace ffpa::sm90::fwd_single {
 template Status launch<__half, 192, 192, attn::Features::kDense>(const Problem&, cudaStream_t);

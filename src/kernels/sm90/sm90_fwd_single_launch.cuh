@@ -2,12 +2,12 @@
 #pragma once
 
 #include "kernels/sm90/fwd_host.h"
-#include "kernels/sm90/fwd_single.cuh"
-#include "kernels/sm90/fwd_single.h"
+#include "kernels/sm90/sm90_fwd_single.cuh"
+#include "kernels/sm90/sm90_fwd_single.h"
 
 namespace ffpa::sm90::fwd_single {
 
-// Keys of a block: the table at the top of fwd_single.cuh; fewer where the options need registers.
+// Keys of a block: the table at the top of sm90_fwd_single.cuh; fewer where the options need registers.
 template <int kDqk, int kDv, attn::Features kFeatures>
 inline constexpr int kTileKv = attn::has_options(kFeatures) ? (kDqk == 128 ? 80 : 64)
                                : kDqk == 64                      ? 128
