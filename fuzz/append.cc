@@ -1,4 +1,5 @@
-// Fuzzes ffpa_append: refused in words, or done within the caches' memory and nowhere else. SPDX-License-Identifier: Apache-2.0
+// Fuzzes ffpa_append: refused in words, or done within the caches' memory and nowhere else.
+// SPDX-License-Identifier: Apache-2.0
 #include <cstdio>
 
 #include "ffpa/ffpa.h"
@@ -7,18 +8,13 @@
 namespace ffpa::fuzz {
 namespace {
 
-std::vector<int32_t> numbers(Input& in, int64_t count, int64_t most) {
-  std::vector<int32_t> values(static_cast<size_t>(count));
-  for (int32_t& v : values) v = static_cast<int32_t>(most < 0 ? 0 : in.upto(most));
-  if (count && in.rarely()) values[static_cast<size_t>(in.upto(count - 1))] = static_cast<int32_t>(odd_number(in));
-  return values;
-}
-
 std::vector<int32_t> distinct(Input& in, int64_t count, int64_t of) {
   std::vector<int32_t> values(static_cast<size_t>(count));
   const int64_t start = in.upto(std::max<int64_t>(of - 1, 0));
-  for (int64_t i = 0; i < count; ++i) values[static_cast<size_t>(i)] = static_cast<int32_t>((start + i) % std::max<int64_t>(of, 1));
-  if (count && in.rarely()) values[static_cast<size_t>(in.upto(count - 1))] = static_cast<int32_t>(odd_number(in));
+  for (int64_t i = 0; i < count; ++i)
+    values[static_cast<size_t>(i)] = static_cast<int32_t>((start + i) % std::max<int64_t>(of, 1));
+  if (count && in.rarely())
+    values[static_cast<size_t>(in.upto(count - 1))] = static_cast<int32_t>(in.coin() ? of : odd_number(in));
   return values;
 }
 
@@ -27,7 +23,8 @@ void one_input(Input in) {
   m.wild = in.coin();
   constexpr int32_t kTypes[] = {FFPA_FP32, FFPA_BF16, FFPA_FP16, FFPA_FP64};
   const int32_t dtype = kTypes[in.byte() % 4];
-  const int64_t b = in.upto(3), h = in.upto(3), n_new = in.upto(5), d_qk = in.upto(20), d_v = in.upto(20), length = in.upto(9);
+  const int64_t b = in.upto(3), h = in.upto(3), n_new = in.upto(5), d_qk = in.upto(20), d_v = in.upto(20),
+                length = in.upto(9);
   ffpa_append_problem p;
   ffpa_append_problem_init(&p);
   p.k_new = m.make(dtype, {b, h, n_new, d_qk});
@@ -41,7 +38,8 @@ void one_input(Input in) {
     if (per_sequence) p.block_table = m.int32s(distinct(in, b * per_sequence, caches), per_sequence);
   }
   p.k_cache = m.make(dtype, {caches, h, rows, d_qk}, true);
-  if (in.byte() % 8) p.v_new = m.make(dtype, {b, h, n_new, d_v}), p.v_cache = m.make(dtype, {caches, h, rows, d_v}, true);
+  if (in.byte() % 8)
+    p.v_new = m.make(dtype, {b, h, n_new, d_v}), p.v_cache = m.make(dtype, {caches, h, rows, d_v}, true);
   if (in.byte() % 8) p.seqlens_kv = m.int32s(numbers(in, b, length));
   if (in.coin()) {
     const int32_t table = in.coin() ? FFPA_FP32 : dtype;

@@ -1,11 +1,13 @@
 // Fuzzes validation, planning and every CPU kernel through the C ABI. SPDX-License-Identifier: Apache-2.0
 //
-// An input becomes a small forward or backward problem, mostly valid, with any options and layouts. It must be refused in words, or:
-// run without touching memory it does not own (AddressSanitizer), give the same bits when outputs and workspace held something else
-// before (so every output is written and nothing stale is read), and agree with the reference engine.
+// An input becomes a small forward or backward problem, mostly valid, with any options and layouts. It must be refused
+// in words, or: run without touching memory it does not own (AddressSanitizer), give the same bits when outputs and
+// workspace held something else before (so every output is written and nothing stale is read), and agree with the
+// reference engine.
 #include <cmath>
 #include <cstdio>
 
+#include "core/element.h"
 #include "ffpa/ffpa.h"
 #include "input.h"
 
@@ -25,19 +27,10 @@ struct Shape {
 };
 
 std::vector<int32_t> cumulative(Input& in, int64_t parts, int64_t total) {
-  std::vector<int32_t> ends(static_cast<size_t>(parts + 1), 0);
-  for (int64_t i = 1; i <= parts; ++i) ends[i] = static_cast<int32_t>(in.upto(total));
+  std::vector<int32_t> ends = numbers(in, parts + 1, total);
   std::sort(ends.begin(), ends.end());
-  ends[0] = 0;
-  if (in.rarely()) ends[in.upto(parts)] = static_cast<int32_t>(odd_number(in));
+  if (!in.rarely()) ends[0] = 0;
   return ends;
-}
-
-std::vector<int32_t> numbers(Input& in, int64_t count, int64_t most) {
-  std::vector<int32_t> values(static_cast<size_t>(count));
-  for (int32_t& v : values) v = static_cast<int32_t>(most < 0 ? 0 : in.upto(most));
-  if (count && in.rarely()) values[in.upto(count - 1)] = static_cast<int32_t>(odd_number(in));
-  return values;
 }
 
 void fill_tensors(Input& in, Tensors& m, ffpa_forward_problem& p, const Shape& s) {
@@ -54,7 +47,8 @@ void fill_tensors(Input& in, Tensors& m, ffpa_forward_problem& p, const Shape& s
     const int64_t rows = 1 + in.upto(4), per_sequence = (s.n_kv + rows - 1) / rows;
     kv_batch = 1 + in.upto(7);
     n_kv = rows;
-    p.block_table = m.int32s(numbers(in, s.b * std::max<int64_t>(per_sequence, 1), kv_batch - 1), std::max<int64_t>(per_sequence, 1));
+    p.block_table = m.int32s(numbers(in, s.b * std::max<int64_t>(per_sequence, 1), kv_batch - 1),
+                             std::max<int64_t>(per_sequence, 1));
     p.seqlens_kv = m.int32s(numbers(in, s.b, per_sequence * rows));
   }
   if (mode == 4) {
@@ -70,9 +64,10 @@ void fill_tensors(Input& in, Tensors& m, ffpa_forward_problem& p, const Shape& s
   if (in.byte() % 4) p.lse = m.make(s.accumulated, {q_batch, h_q, n_q}, true);
   const uint8_t extras = in.byte();
   const int64_t columns = mode == 2 ? s.n_kv + 4 : n_kv;
-  const auto extent = [&](int64_t full) { return in.byte() % 4 == 3 ? 1 : full; };
+  const auto extent = [&](int64_t full) { return in.byte() % 4 == 3 ? 1 : full - in.rarely(); };
   if (extras & 1) p.mask = m.make(FFPA_BOOL, {extent(s.b), extent(h_q), extent(n_q), extent(columns)});
-  if (extras & 2) p.bias = m.make(extras & 4 ? s.dtype : FFPA_FP32, {extent(s.b), extent(h_q), extent(n_q), extent(columns)});
+  if (extras & 2)
+    p.bias = m.make(extras & 4 ? s.dtype : FFPA_FP32, {extent(s.b), extent(h_q), extent(n_q), extent(columns)});
   if (extras & 8) p.alibi_slopes = extras & 16 ? m.make(FFPA_FP32, {h_q}) : m.make(FFPA_FP32, {s.b, h_q});
   if (extras & 32) p.sinks = m.make(extras & 64 ? s.dtype : FFPA_FP32, {h_q});
   if (extras & 128) p.dropout_state = m.make(FFPA_INT64, {2});
@@ -87,7 +82,8 @@ void fill_options(Input& in, ffpa_forward_problem& p) {
   p.has_scale = flags >> 4 & 1;
   if (p.has_scale) p.scale = (static_cast<double>(in.byte()) - 128) / 64;
   if (flags & 32) p.softcap = static_cast<double>(in.byte()) / 8;
-  if (flags & 64) p.dropout_p = static_cast<double>(in.byte() % 10) / 10, p.dropout_seed = in.word(), p.dropout_offset = in.word();
+  if (flags & 64)
+    p.dropout_p = static_cast<double>(in.byte() % 10) / 10, p.dropout_seed = in.word(), p.dropout_offset = in.word();
   if (flags & 128) p.window_left = in.upto(12) - 1, p.window_right = in.upto(12) - 1;
   p.num_splits = static_cast<int32_t>(in.byte() % 4 ? 0 : in.upto(5));
   p.num_threads = 1 + in.byte() % 2;
@@ -122,7 +118,8 @@ void force(Input& in, ffpa_forward_problem& p, int32_t pass) {
   if (info.pass == pass && info.usable) p.kernel = info.name;
 }
 
-// -------------------------------------------------------------------------------------------------------------- running
+// --------------------------------------------------------------------------------------------------------------
+// running
 
 struct Pass {
   ffpa_forward_problem* forward;    // or
@@ -138,21 +135,14 @@ struct Pass {
     std::erase_if(all, [](const ffpa_tensor& t) { return !present(t) || !t.data; });
     return all;
   }
-  ffpa_status plan(ffpa_plan* p) const { return backward ? ffpa_backward_plan(backward, p) : ffpa_forward_plan(forward, p); }
+  ffpa_status plan(ffpa_plan* p) const {
+    return backward ? ffpa_backward_plan(backward, p) : ffpa_forward_plan(forward, p);
+  }
   ffpa_status run(const ffpa_plan& p, void* workspace, size_t bytes) const {
     return backward ? ffpa_backward_run(backward, &p, workspace, bytes, nullptr)
                     : ffpa_forward_run(forward, &p, workspace, bytes, nullptr);
   }
 };
-
-double value_at(const ffpa_tensor& t, int64_t i) {
-  switch (t.dtype) {
-    case FFPA_FP64: return static_cast<const double*>(t.data)[i];
-    case FFPA_FP32: return static_cast<const float*>(t.data)[i];
-    case FFPA_FP16: return float_from_fp16(static_cast<const uint16_t*>(t.data)[i]);
-    default: return float_from_bf16(static_cast<const uint16_t*>(t.data)[i]);
-  }
-}
 
 // body(offset) for each element of a tensor, in order.
 template <class Body>
@@ -187,7 +177,7 @@ std::vector<std::vector<double>> run_on_poison(const Pass& pass, Tensors& m, con
   std::vector<std::vector<double>> results;
   for (const ffpa_tensor& t : outputs) {
     results.emplace_back();
-    for_each_element(t, [&](int64_t i) { results.back().push_back(value_at(t, i)); });
+    for_each_element(t, [&](int64_t i) { results.back().push_back(load_element(t, i)); });
     if (const auto [start, bytes] = m.block_of(t); start) check_gaps(t, start, bytes, poison);
   }
   return results;

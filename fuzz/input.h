@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/half.h"
+#include "core/element.h"
 #include "core/problem.h"
 
 namespace ffpa::fuzz {
@@ -38,17 +38,41 @@ class Input {
 
 // Something no caller should pass: small negatives, limits of the type, large powers of two.
 inline int64_t odd_number(Input& in) {
-  constexpr int64_t kOdd[] = {-1, -2, 0, 1, 2, 3, 7, 65535, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, int64_t{1} << 31,
-                              int64_t{1} << 40, int64_t{1} << 61, int64_t{1} << 62};
+  constexpr int64_t kOdd[] = {-1,
+                              -2,
+                              0,
+                              1,
+                              2,
+                              3,
+                              7,
+                              65535,
+                              INT32_MAX,
+                              INT32_MIN,
+                              INT64_MAX,
+                              INT64_MIN,
+                              int64_t{1} << 31,
+                              int64_t{1} << 40,
+                              int64_t{1} << 61,
+                              int64_t{1} << 62};
   const uint8_t pick = in.byte();
   return pick < 16 ? kOdd[pick] : static_cast<int64_t>(in.word());
+}
+
+// `count` numbers from 0 to `most`; now and then one beyond, just or far.
+inline std::vector<int32_t> numbers(Input& in, int64_t count, int64_t most) {
+  std::vector<int32_t> values(static_cast<size_t>(count));
+  for (int32_t& v : values) v = static_cast<int32_t>(in.upto(std::max<int64_t>(most, 0)));
+  if (count && in.rarely())
+    values[static_cast<size_t>(in.upto(count - 1))] = static_cast<int32_t>(in.coin() ? most + 1 : odd_number(in));
+  return values;
 }
 
 class Tensors {
  public:
   explicit Tensors(Input& in) : in_(in), noise_(in.word() | 1) {}
 
-  // Random order and gaps of strides, contiguous most often; now and then a field that breaks a rule. Floats get values in
+  // Random order and gaps of strides, contiguous most often; now and then a field that breaks a rule. Floats get values
+  // in
   // [-2, 2), now and then NaN or infinity where `wild` allows; other dtypes zeros.
   ffpa_tensor make(int32_t dtype, std::initializer_list<int64_t> extents, bool written = false) {
     ffpa_tensor t{};
@@ -61,7 +85,9 @@ class Tensors {
     int64_t step = gaps ? 1 + in_.upto(2) : 1;
     for (int i = t.rank - 1; i >= 0; --i) {
       t.stride[order[i]] = broadcast && in_.coin() ? 0 : step;
-      step = step * std::max<int64_t>(t.extent[order[i]], 1) + (gaps ? in_.upto(3) : 0);
+      const auto extent =
+          static_cast<uint64_t>(std::max<int64_t>(t.extent[order[i]], 1));  // may be absurd: let it wrap
+      step = static_cast<int64_t>(static_cast<uint64_t>(step) * extent + static_cast<uint64_t>(gaps ? in_.upto(3) : 0));
     }
     if (in_.rarely()) breaks(t);
     allocate(t);
@@ -75,7 +101,8 @@ class Tensors {
     const auto [start, bytes] = block_of(t);  // its extents may have been broken: write what fits
     const auto room = static_cast<int64_t>(start + bytes - static_cast<uint8_t*>(t.data)) / 4;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t at = columns && t.rank == 2 ? i / columns * t.stride[0] + i % columns * t.stride[1] : i * t.stride[0];
+      const int64_t at =
+          columns && t.rank == 2 ? i / columns * t.stride[0] + i % columns * t.stride[1] : i * t.stride[0];
       if (at >= 0 && at < room) static_cast<int32_t*>(t.data)[at] = values[static_cast<size_t>(i)];
     }
     return t;
@@ -118,8 +145,8 @@ class Tensors {
     }
   }
 
-  // Exactly the bytes that the extents and strides reach. What is absurd, or too much work for one input, gets no memory, so that
-  // validation refuses it.
+  // Exactly the bytes that the extents and strides reach. What is absurd, or too much work for one input, gets no
+  // memory, so that validation refuses it.
   void allocate(ffpa_tensor& t) {
     int64_t reach = 1, work = 1;
     for (int axis = 0; axis < std::clamp<int32_t>(t.rank, 0, FFPA_MAX_RANK); ++axis) {
@@ -142,10 +169,10 @@ class Tensors {
     float x = static_cast<float>(static_cast<int64_t>(noise_ % 4096) - 2048) / 1024.f;
     if (wild && noise_ >> 58 == 0) x = noise_ >> 57 & 1 ? NAN : noise_ >> 56 & 1 ? INFINITY : -INFINITY;
     switch (t.dtype) {
-      case FFPA_FP64: static_cast<double*>(t.data)[i] = x; break;
-      case FFPA_FP32: static_cast<float*>(t.data)[i] = x; break;
-      case FFPA_FP16: static_cast<uint16_t*>(t.data)[i] = fp16_from_float(x); break;
-      case FFPA_BF16: static_cast<uint16_t*>(t.data)[i] = bf16_from_float(x); break;
+      case FFPA_FP64:
+      case FFPA_FP32:
+      case FFPA_FP16:
+      case FFPA_BF16: store_element(t, i, x); break;
       case FFPA_BOOL: static_cast<uint8_t*>(t.data)[i] = static_cast<uint8_t>(noise_ >> 40 & 3); break;
       default: break;
     }

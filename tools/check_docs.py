@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$")
 KERNEL_ROW = re.compile(r"^\|\s*`(\w+)`\s*\|")
-KERNEL_DEF = re.compile(r"^FFPA_KERNEL\((\w+),")
+KERNEL_DEF = re.compile(r"^\s*FFPA_KERNEL\((\w+),")
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:

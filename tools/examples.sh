@@ -1,6 +1,6 @@
 #!/bin/bash
-# Build and run every program of examples/ as an outside project would: against an installed library, through find_package, through
-# pkg-config, and from Rust.  usage: tools/examples.sh BUILD WORK    (BUILD holds a finished build, WORK is made anew)
+# Build and run every program of examples/ as an outside project would, against an installed library: C++ through find_package, C
+# through pkg-config, Rust by rustc alone.  usage: tools/examples.sh BUILD WORK   (BUILD: a finished build; WORK: made anew)
 set -euo pipefail
 build=$1 work=$2
 rm -rf "$work"
@@ -8,29 +8,27 @@ mkdir -p "$work"
 prefix=$PWD/$work/prefix
 cmake --install "$build" --prefix "$prefix" >/dev/null
 
-echo "== find_package"
-cmake -S examples -B "$work/cmake" -G Ninja -DCMAKE_PREFIX_PATH="$prefix" --log-level=WARNING
-cmake --build "$work/cmake"
-ctest --test-dir "$work/cmake" --output-on-failure --no-tests=error
+echo "== C++, find_package"
+cmake -S examples/cpp -B "$work/cpp" -G Ninja -DCMAKE_PREFIX_PATH="$prefix" --log-level=WARNING
+cmake --build "$work/cpp"
+for source in examples/cpp/*.cpp; do "$work/cpp/$(basename "$source" .cpp)"; done
 
 PKG_CONFIG_PATH=$(dirname "$(find "$prefix" -name ffpa.pc)")
 export PKG_CONFIG_PATH
 libdir=$(pkg-config --variable=libdir ffpa)
-for source in examples/*.c; do
-  name=$(basename "$source" .c)
-  echo "== pkg-config: $name"
+for source in examples/c/*.c; do
+  program=$work/$(basename "$source" .c)
+  echo "== C, pkg-config: $source"
   # shellcheck disable=SC2046
-  cc -Wall -Wextra -Werror "$source" -o "$work/$name" $(pkg-config --cflags --libs ffpa) -lm "-Wl,-rpath,$libdir"
-  "$work/$name"
+  cc -std=c11 -Wall -Wextra -Werror "$source" -o "$program" $(pkg-config --cflags --libs ffpa) -lm "-Wl,-rpath,$libdir"
+  "$program"
 done
 
+source=examples/rust/decode.rs
 if command -v rustc >/dev/null; then
-  for source in examples/*.rs; do
-    name=$(basename "$source" .rs)
-    echo "== rustc: $name"
-    rustc --edition 2021 -D warnings -O "$source" -o "$work/$name-rust" -L "native=$libdir" -l ffpa -C "link-arg=-Wl,-rpath,$libdir"
-    "$work/$name-rust"
-  done
+  echo "== Rust: $source"
+  rustc --edition 2021 -D warnings -O "$source" -o "$work/decode" -L "native=$libdir" -C "link-arg=-Wl,-rpath,$libdir"
+  "$work/decode"
 else
-  echo "== rustc: SKIPPED, no rustc here (Debian: apt-get install -y rustc)"
+  echo "== Rust: SKIPPED, there is no rustc (Debian, Ubuntu: apt-get install -y rustc)"
 fi

@@ -85,7 +85,7 @@ typedef enum ffpa_device_type { FFPA_CPU = 0, FFPA_CUDA = 1 } ffpa_device_type;
 #define FFPA_MAX_RANK 4
 
 /* A strided view. An all-zero ffpa_tensor means "absent". A tensor with an extent of 0 may have a null pointer; any other
- * is aligned to its element's size. All tensors of a problem lie on one device. */
+ * is aligned to its element's size. Extents are at most 2^31 - 1. All tensors of a problem lie on one device. */
 typedef struct ffpa_tensor {
   void* data;
   int32_t dtype;        /* ffpa_dtype */
@@ -124,38 +124,40 @@ typedef struct ffpa_forward_problem {
   ffpa_tensor o;       /* written; q's dtype; any strides without overlap */
   ffpa_tensor lse;     /* written; fp32 (fp64 if q is); may be absent */
 
-  ffpa_tensor mask;         /* bool [B|1, H_q|1, N_q|1, N_kv|1], true = visible; packed or paged: N at least the longest's */
-  ffpa_tensor bias;         /* fp32 or q's dtype, same extents; added to the score; -inf hides a key */
+  ffpa_tensor mask; /* bool [B|1, H_q|1, N_q|1, N_kv|1], true = visible; packed or paged: N at least the longest's */
+  ffpa_tensor bias; /* fp32 or q's dtype, same extents; added to the score; -inf hides a key */
   ffpa_tensor alibi_slopes; /* fp32 [H_q] or [B, H_q] */
   ffpa_tensor sinks;        /* fp32 or q's dtype [H_q]: a logit that joins the softmax and has no value row */
 
-  ffpa_tensor cu_seqlens_q;  /* int32 [B + 1]: sequence b is rows cu[b] to cu[b+1]-1 of T_q; starts at 0, never falls; rows from
-                                cu[B] on belong to nobody: o = 0, lse = -inf, gradients 0 */
-  ffpa_tensor cu_seqlens_kv; /* int32 [B + 1]: the same for T_kv */
-  ffpa_tensor seqlens_kv;    /* int32 [B]: keys of sequence b, at most what its K/V holds; absent = all of them. Lengths may
-                                change between runs of one plan, as may the tables and the values of cu_seqlens */
-  ffpa_tensor block_table;   /* int32 [B, pages per sequence]; entries past a sequence's length are not read */
-  ffpa_tensor kv_batch_idx;  /* int32 [B]: which batch row of dense k and v sequence b reads; absent = b */
+  /* int32 [B + 1]: sequence b is rows cu[b] to cu[b+1]-1 of T_q; starts at 0, never falls; rows from cu[B] on belong to
+   * nobody: o = 0, lse = -inf, gradients 0. cu_seqlens_kv: the same for T_kv. */
+  ffpa_tensor cu_seqlens_q, cu_seqlens_kv;
+  /* int32 [B]: keys of sequence b, at most what its K/V holds; absent = all of them. Lengths may change between runs of
+   * one plan, as may the tables and the values of cu_seqlens. */
+  ffpa_tensor seqlens_kv;
+  ffpa_tensor block_table;  /* int32 [B, pages per sequence]; entries past a sequence's length are not read */
+  ffpa_tensor kv_batch_idx; /* int32 [B]: which batch row of dense k and v sequence b reads; absent = b */
 
   ffpa_tensor q_scale, k_scale, v_scale; /* reserved for quantised inputs: refused today */
   ffpa_tensor dropout_state;             /* int64 [2] {seed, offset} on q's device; absent = the two fields below */
 
-  double scale;         /* factor on q.k, read if has_scale; else 1/sqrt(D_qk) */
-  double softcap;       /* 0 = off, else > 0 */
-  double dropout_p;     /* in [0, 1]; kept probabilities are multiplied by 1/(1-p) */
+  double scale;                          /* factor on q.k, read if has_scale; else 1/sqrt(D_qk) */
+  double softcap;                        /* 0 = off, else > 0 */
+  double dropout_p;                      /* in [0, 1]; kept probabilities are multiplied by 1/(1-p) */
   uint64_t dropout_seed, dropout_offset; /* the mask depends on (seed, offset, b, h, i, j) alone: src/core/philox.h */
   int64_t window_left, window_right;     /* keys from diagonal - left to diagonal + right, inclusive; -1 = unbounded */
   int64_t max_seqlen_q, max_seqlen_kv;   /* packed or paged: upper bounds known to the host; 0 = not known */
   int32_t has_scale;
-  int32_t causal;        /* 0 or 1: keys up to the diagonal */
-  int32_t anchor;        /* ffpa_anchor of the diagonal, for causal and window */
-  int32_t deterministic; /* 1: bits repeat from call to call on one machine, also in the backward */
+  int32_t causal;          /* 0 or 1: keys up to the diagonal */
+  int32_t anchor;          /* ffpa_anchor of the diagonal, for causal and window */
+  int32_t deterministic;   /* 1: bits repeat from call to call on one machine, also in the backward */
   int32_t batch_invariant; /* 1: the bits of a sequence do not depend on the others in the call */
-  int32_t num_splits;    /* parts of N_kv worked on in parallel; 0 = planned */
-  int32_t num_threads;   /* CPU; 0 = as many as the machine allows */
-  int32_t engine;        /* ffpa_engine */
-  const char* kernel;    /* name of a kernel to force (ffpa_kernel_at lists them), or NULL. With neither kernel nor engine given the
-                            environment variable FFPA_KERNEL may force kernels by name, separated by commas, each for its pass */
+  int32_t num_splits;      /* parts of N_kv worked on in parallel; 0 = planned */
+  int32_t num_threads;     /* CPU; 0 = as many as the machine allows */
+  int32_t engine;          /* ffpa_engine */
+  /* name of a kernel to force (ffpa_kernel_at lists them), or NULL. With neither kernel nor engine given the environment
+   * variable FFPA_KERNEL may force kernels by name, separated by commas, each for its pass */
+  const char* kernel;
 } ffpa_forward_problem;
 
 /* Backward. `forward` is the forward's problem with o and lse as it wrote them. An absent gradient is not computed; at least one
@@ -163,8 +165,8 @@ typedef struct ffpa_forward_problem {
 typedef struct ffpa_backward_problem {
   uint64_t struct_size; /* set by ffpa_backward_problem_init */
   ffpa_forward_problem forward;
-  ffpa_tensor dout; /* like o; any strides, 0 included */
-  ffpa_tensor dlse; /* like lse: gradient of lse; absent = 0 */
+  ffpa_tensor dout;       /* like o; any strides, 0 included */
+  ffpa_tensor dlse;       /* like lse: gradient of lse; absent = 0 */
   ffpa_tensor dq, dk, dv; /* extents of q, k, v; their dtype; any strides without overlap. Not with block_table */
   ffpa_tensor dbias;      /* extents of bias (extent 1 = summed); bias's dtype */
   ffpa_tensor dsinks;     /* [H_q], sinks' dtype */
@@ -213,13 +215,17 @@ FFPA_API size_t ffpa_backward_explain(const ffpa_backward_problem* problem, char
  * The caller adds N_new to seqlens_kv afterwards. Positions beyond the cache are refused where the host can read the lengths. */
 typedef struct ffpa_append_problem {
   uint64_t struct_size; /* set by ffpa_append_problem_init */
-  ffpa_tensor k_new, v_new;     /* [B, H_kv, N_new, D_qk], [B, H_kv, N_new, D_v]; v_new and v_cache may be absent together */
-  ffpa_tensor k_cache, v_cache; /* written: [B_cache, H_kv, capacity, D], or pages [P, H_kv, page rows, D] with block_table */
-  ffpa_tensor seqlens_kv;       /* int32 [B]: keys already there; absent = 0 */
-  ffpa_tensor block_table;      /* int32 [B, pages per sequence], or absent */
-  ffpa_tensor kv_batch_idx;     /* int32 [B], or absent */
-  ffpa_tensor rotary_cos, rotary_sin; /* fp32 or k's dtype [positions, R/2]: rotate the first R of D_qk; absent = none */
-  ffpa_tensor q, q_rotated; /* optional: rotate q [B, H_q, N_q, D_qk] too, row i at position seqlens_kv[b] + i, into q_rotated */
+  ffpa_tensor k_new,
+      v_new; /* [B, H_kv, N_new, D_qk], [B, H_kv, N_new, D_v]; v_new and v_cache may be absent together */
+  ffpa_tensor k_cache,
+      v_cache;            /* written: [B_cache, H_kv, capacity, D], or pages [P, H_kv, page rows, D] with block_table */
+  ffpa_tensor seqlens_kv; /* int32 [B]: keys already there; absent = 0 */
+  ffpa_tensor block_table;  /* int32 [B, pages per sequence], or absent */
+  ffpa_tensor kv_batch_idx; /* int32 [B], or absent */
+  ffpa_tensor rotary_cos,
+      rotary_sin; /* fp32 or k's dtype [positions, R/2]: rotate the first R of D_qk; absent = none */
+  ffpa_tensor q,
+      q_rotated; /* optional: rotate q [B, H_q, N_q, D_qk] too, row i at position seqlens_kv[b] + i, into q_rotated */
   int32_t rotary_interleaved; /* 1: pairs (2i, 2i+1); 0: pairs (i, i + R/2) */
   int32_t rotary_q_fixed;     /* 1: every row of q takes position seqlens_kv[b] (flash-attn without causal or window) */
   int32_t num_threads;
@@ -233,20 +239,20 @@ FFPA_API ffpa_status ffpa_append(const ffpa_append_problem* problem, void* strea
 
 typedef struct ffpa_kernel_info {
   uint64_t struct_size; /* sizeof(ffpa_kernel_info), set by the caller */
-  const char* name;    /* <arch>_<pass>_<idea> */
-  const char* summary; /* one line */
-  int32_t pass;        /* 0 forward, 1 backward */
-  int32_t engine;      /* ffpa_engine */
-  int32_t usable;      /* 1 if this machine can run it */
-  uint32_t dtypes;     /* bit (1 << ffpa_dtype) for each dtype of q that it takes */
+  const char* name;     /* <arch>_<pass>_<idea> */
+  const char* summary;  /* one line */
+  int32_t pass;         /* 0 forward, 1 backward */
+  int32_t engine;       /* ffpa_engine */
+  int32_t usable;       /* 1 if this machine can run it */
+  uint32_t dtypes;      /* bit (1 << ffpa_dtype) for each dtype of q that it takes */
   int64_t min_d, max_d; /* head dims it takes; max_d 0 = no limit */
 } ffpa_kernel_info;
 
 typedef struct ffpa_device_info {
-  uint64_t struct_size;  /* sizeof(ffpa_device_info), set by the caller */
-  char name[128];        /* CPU model or GPU name */
-  char features[128];    /* "avx2 avx512 avx512_bf16 amx_bf16", or "sm_90" */
-  int32_t processors;    /* threads this process may use, or SMs */
+  uint64_t struct_size;        /* sizeof(ffpa_device_info), set by the caller */
+  char name[128];              /* CPU model or GPU name */
+  char features[128];          /* "avx2 avx512 avx512_bf16 amx_bf16", or "sm_90" */
+  int32_t processors;          /* threads this process may use, or SMs */
   int32_t shared_memory_bytes; /* most per block, opt-in; 0 on the CPU */
   int64_t memory_bytes;
 } ffpa_device_info;

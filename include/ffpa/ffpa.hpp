@@ -14,8 +14,9 @@
 //   ffpa::Workspace workspace;
 //   for (...) ffpa::run(p, plan, workspace);
 //
-// Errors: every function that can fail throws ffpa::Error, whose what() names argument, rule and value, and whose status() is the
-// C status. Nothing was written then. Memory behind a tensor belongs to the caller and must outlive the runs that use it.
+// Errors: every function that can fail throws ffpa::Error, whose what() names argument, rule and value, and whose
+// status() is the C status. Nothing was written then. Memory behind a tensor belongs to the caller and must outlive the
+// runs that use it.
 #ifndef FFPA_FFPA_HPP_
 #define FFPA_FFPA_HPP_
 
@@ -89,16 +90,17 @@ struct Device {
   std::int32_t index = 0;
 };
 
-// A view of memory at `data`: 1 to 4 extents; strides in elements, row-major if left out. Which tensors are written ffpa.h says:
-// the others may be const.
+// A view of memory at `data`: 1 to 4 extents; strides in elements, row-major if left out. Which tensors are written
+// ffpa.h says: the others may be const.
 template <Element T>
-ffpa_tensor tensor(T* data, std::initializer_list<std::int64_t> extents, std::initializer_list<std::int64_t> strides = {},
-                   Device device = {}) {
+ffpa_tensor tensor(T* data, std::initializer_list<std::int64_t> extents,
+                   std::initializer_list<std::int64_t> strides = {}, Device device = {}) {
   if (extents.size() < 1 || extents.size() > FFPA_MAX_RANK)
     throw Error(FFPA_INVALID_ARGUMENT, "tensor: must have 1 to 4 extents, but has " + std::to_string(extents.size()));
   if (strides.size() != 0 && strides.size() != extents.size())
-    throw Error(FFPA_INVALID_ARGUMENT, "tensor: must have as many strides as extents, " + std::to_string(extents.size()) +
-                                           ", but has " + std::to_string(strides.size()));
+    throw Error(FFPA_INVALID_ARGUMENT, "tensor: must have as many strides as extents, " +
+                                           std::to_string(extents.size()) + ", but has " +
+                                           std::to_string(strides.size()));
   ffpa_tensor t{};
   t.data = const_cast<std::remove_cv_t<T>*>(data);
   t.dtype = dtype_of<std::remove_cv_t<T>>;
@@ -117,19 +119,21 @@ ffpa_tensor tensor(T* data, std::initializer_list<std::int64_t> extents, std::in
 // The same of a vector, array or span on the CPU, whose size is held against what the extents and strides reach.
 template <std::ranges::contiguous_range Range>
   requires Element<std::ranges::range_value_t<Range>>
-ffpa_tensor tensor(Range&& range, std::initializer_list<std::int64_t> extents, std::initializer_list<std::int64_t> strides = {}) {
+ffpa_tensor tensor(Range&& range, std::initializer_list<std::int64_t> extents,
+                   std::initializer_list<std::int64_t> strides = {}) {
   const ffpa_tensor t = tensor(std::ranges::data(range), extents, strides);
   std::int64_t reach = 1;
   for (int axis = 0; axis < t.rank; ++axis) {
     std::int64_t span = 0;
     if (t.extent[axis] <= 0) return t;  // empty, or refused by validation
-    if (__builtin_mul_overflow(t.extent[axis] - 1, t.stride[axis], &span) || __builtin_add_overflow(reach, span, &reach))
+    if (__builtin_mul_overflow(t.extent[axis] - 1, t.stride[axis], &span) ||
+        __builtin_add_overflow(reach, span, &reach))
       reach = INT64_MAX;
   }
   const auto size = static_cast<std::uint64_t>(std::ranges::size(range));
   if (static_cast<std::uint64_t>(reach) > size)
-    throw Error(FFPA_INVALID_ARGUMENT, "tensor: extents and strides must stay within the range's " + std::to_string(size) +
-                                           " elements, but reach " + std::to_string(reach));
+    throw Error(FFPA_INVALID_ARGUMENT, "tensor: extents and strides must stay within the range's " +
+                                           std::to_string(size) + " elements, but reach " + std::to_string(reach));
   return t;
 }
 
@@ -146,7 +150,8 @@ struct AppendProblem : ffpa_append_problem {
   AppendProblem() { ffpa_append_problem_init(this); }
 };
 
-// Host memory for runs: aligned to 256 bytes, grows when asked for more, freed with this object. Not for two runs at a time.
+// Host memory for runs: aligned to 256 bytes, grows when asked for more, freed with this object. Not for two runs at a
+// time.
 class Workspace {
  public:
   Workspace() = default;
@@ -186,11 +191,14 @@ inline ffpa_plan plan(const ffpa_backward_problem& problem) {
   return p;
 }
 
-// With memory of the caller's: plan.workspace_bytes bytes, 256-byte aligned, on the problem's device. `stream`: a cudaStream_t.
-inline void run(const ffpa_forward_problem& problem, const ffpa_plan& plan, std::span<std::byte> workspace, void* stream = nullptr) {
+// With memory of the caller's: plan.workspace_bytes bytes, 256-byte aligned, on the problem's device. `stream`: a
+// cudaStream_t.
+inline void run(const ffpa_forward_problem& problem, const ffpa_plan& plan, std::span<std::byte> workspace,
+                void* stream = nullptr) {
   check(ffpa_forward_run(&problem, &plan, workspace.data(), workspace.size(), stream));
 }
-inline void run(const ffpa_backward_problem& problem, const ffpa_plan& plan, std::span<std::byte> workspace, void* stream = nullptr) {
+inline void run(const ffpa_backward_problem& problem, const ffpa_plan& plan, std::span<std::byte> workspace,
+                void* stream = nullptr) {
   check(ffpa_backward_run(&problem, &plan, workspace.data(), workspace.size(), stream));
 }
 
@@ -225,7 +233,8 @@ inline std::string explain(const ffpa_backward_problem& problem) {
 // Rows into a K/V cache; see ffpa_append_problem.
 inline void append(const ffpa_append_problem& problem, void* stream = nullptr) { check(ffpa_append(&problem, stream)); }
 
-// ----------------------------------------------------------------------------------------------------- build and machine
+// ----------------------------------------------------------------------------------------------------- build and
+// machine
 
 // Every kernel of this build, best first within a pass.
 inline std::vector<ffpa_kernel_info> kernels() {

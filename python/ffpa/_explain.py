@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from . import _sdpa
 from ._attention import explain_text
@@ -33,7 +34,7 @@ class Explanation:
     error: str | None
     """Why the call would raise, naming argument, rule and value; None if it would not."""
     fallback: str | None
-    """SDPA's arguments only: why a patched call would be handed to torch (see ffpa.patch_sdpa); None if ffpa takes it."""
+    """Why a call under ffpa.patch_sdpa would be handed to torch (SDPA's arguments only); None if ffpa takes it."""
 
     def __str__(self) -> str:
         lines = []
@@ -48,26 +49,43 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, backward: bool = False, **options: Any) -> Explanation:
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, *arguments: Any, backward: bool = False, **options: Any
+) -> Explanation:
     """What would run for these arguments, without running it.
 
     Takes the arguments of :func:`ffpa.attention`, or those of :func:`ffpa.scaled_dot_product_attention` (``attn_mask``,
-    ``dropout_p`` and ``is_causal`` also by position); the latter if ``attn_mask``, ``is_causal`` or ``enable_gqa`` is among them,
-    or nothing but ``dropout_p`` and ``scale``, which mean the same in both. ``backward``: explain the backward pass.
+    ``dropout_p`` and ``is_causal`` also by position); the latter if ``attn_mask``, ``is_causal`` or ``enable_gqa`` is
+    among them, or nothing but ``dropout_p`` and ``scale``, which mean the same in both. ``backward``: explain the
+    backward pass.
 
-    A call that would raise is explained by its ``error``. TypeError for arguments of both functions mixed, or of neither.
+    A call that would raise is explained by its ``error``. TypeError for arguments of both functions mixed, or of
+    neither.
     """
     if not (arguments or any(name in options for name in _SDPA_ONLY)):
         plain = options.keys() <= {"dropout_p", "scale"}
-        fallback = why_not_taken(query, key, value, **options) if plain else None
+        fallback = _fallback(query, key, value, **options) if plain else None
         return _parse(explain_text(query, key, value, backward=backward, **options), fallback)
     call = _sdpa_arguments(*arguments, **options)
-    fallback = why_not_taken(query, key, value, **call)
+    fallback = _fallback(query, key, value, **call)
+    bottom_right = False
+    if isinstance(mask := call["attn_mask"], CausalBias):
+        bottom_right = mask.variant == CausalVariant.LOWER_RIGHT
+        call |= dict(attn_mask=None, is_causal=True)
     try:
         q, k, v, translated = _sdpa.as_attention(query, key, value, **call)
     except RuntimeError as refusal:  # NotImplementedError is one, too
         return Explanation(None, None, None, None, (), str(refusal), fallback)
+    if bottom_right:
+        translated["anchor"] = "bottom_right"
     return _parse(explain_text(q, k, v, backward=backward, **translated), fallback)
+
+
+def _fallback(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> str | None:
+    try:
+        return why_not_taken(query, key, value, **call)
+    except RuntimeError:  # torch refuses the call as well: that is the error, not a fallback
+        return None
 
 
 def _sdpa_arguments(
@@ -82,7 +100,8 @@ def _sdpa_arguments(
 
 
 def _parse(text: str, fallback: str | None) -> Explanation:
-    """From the lines of ffpa_forward_explain (ffpa.h): "error: ", "kernel: ", "engine: ", "workspace: ", "splits: ", "refused NAME: "."""
+    """From the lines of ffpa_forward_explain (ffpa.h): "error: ", "kernel: ", "engine: ", "workspace: ", "splits: ",
+    "refused NAME: "."""
     fields: dict[str, str] = {}
     refused = []
     for line in text.splitlines():

@@ -1,14 +1,14 @@
 """ffpa-attn's functions, over :func:`ffpa.attention`. SPDX-License-Identifier: Apache-2.0
 
-For programs written for xlite-dev/ffpa-attn: names, argument order, defaults, layouts and its causal alignment, which is the bottom
-right one at every head dim: query row r sees the keys up to r + N_kv - N_q. torch's SDPA, and :func:`ffpa.scaled_dot_product_attention`,
-align top left; the two agree when N_q = N_kv. See docs/migration.md.
+For programs written for xlite-dev/ffpa-attn: names, argument order, defaults, layouts and its causal alignment, which
+is the bottom right one at every head dim: query row r sees the keys up to r + N_kv - N_q. torch's SDPA, and
+:func:`ffpa.scaled_dot_product_attention`, align top left; the two agree when N_q = N_kv. See docs/migration.md.
 
-What that package refuses and we take: any D from 1 to 1024 without falling back to torch, fp32, the CPU, N_kv < N_q with causal
-(rows that see no key are 0), a mask together with causal, dropout and GQA in packed sequences.
+What that package refuses and we take: any D from 1 to 1024 without falling back to torch, fp32, the CPU, N_kv < N_q
+with causal (rows that see no key are 0), a mask together with causal, dropout and GQA in packed sequences.
 
-Errors: RuntimeError for shapes, dtypes, devices and values, naming argument, rule and value; TypeError for non-tensors and unknown
-arguments; NotImplementedError for what no engine of this build and machine computes.
+Errors: RuntimeError for shapes, dtypes, devices and values, naming argument, rule and value; TypeError for non-tensors
+and unknown arguments; NotImplementedError for what no engine of this build and machine computes.
 """
 
 from __future__ import annotations
@@ -47,14 +47,17 @@ def ffpa_attn_func(
     enable_gqa: bool = False,
     **kwargs: object,
 ) -> Tensor:
-    """Attention of ``query`` (B, H_q, N_q, D) over ``key`` (B, H_kv, N_kv, D) and ``value`` (B, H_kv, N_kv, D_v): (B, H_q, N_q, D_v).
+    """Attention of ``query`` over ``key`` and ``value``.
 
-    ``attn_mask``: broadcasts to (B, H_q, N_q, N_kv); bool (True = visible), or fp32 or query's dtype, added to the scores and given
-    a gradient. With ``is_causal`` both hold. ``is_causal``: bottom right (above). ``scale``: default 1 / sqrt(D).
+    ``query`` (B, H_q, N_q, D), ``key`` (B, H_kv, N_kv, D), ``value`` (B, H_kv, N_kv, D_v) give out (B, H_q, N_q, D_v).
+
+    ``attn_mask``: broadcasts to (B, H_q, N_q, N_kv); bool (True = visible), or fp32 or query's dtype, added to the
+    scores and given a gradient. With ``is_causal`` both hold. ``is_causal``: bottom right (above). ``scale``: default 1
+    / sqrt(D).
     ``enable_gqa``: H_kv may divide H_q; without it they must be equal.
 
-    ``backend``, ``forward_backend`` and ``backward_backend`` are refused unless None: ffpa picks the kernel (:func:`ffpa.explain`
-    shows which); to force one use ``kernel=`` of :func:`ffpa.attention`.
+    ``backend``, ``forward_backend`` and ``backward_backend`` are refused unless None: ffpa picks the kernel
+    (:func:`ffpa.explain` shows which); to force one use ``kernel=`` of :func:`ffpa.attention`.
     """
     _refuse("ffpa_attn_func", kwargs)
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -95,15 +98,17 @@ def ffpa_attn_varlen_func(
     return_lse: bool = False,
     **kwargs: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Sequences laid end to end: ``q`` (T_q, H_q, D), ``k`` (T_kv, H_kv, D), ``v`` (T_kv, H_kv, D_v) give out (T_q, H_q, D_v).
+    """Attention of sequences laid end to end.
 
-    ``cu_seqlens_q``, ``cu_seqlens_k``: int32 (B + 1,), the latter None for self-attention. ``return_lse``: also the fp32 lse
-    (H_q, T_q), natural log. ``enable_gqa``: H_kv may divide H_q; without it they must be equal.
+    ``q`` (T_q, H_q, D), ``k`` (T_kv, H_kv, D), ``v`` (T_kv, H_kv, D_v) give out (T_q, H_q, D_v).
+
+    ``cu_seqlens_q``, ``cu_seqlens_k``: int32 (B + 1,), the latter None for self-attention. ``return_lse``: also the
+    fp32 lse (H_q, T_q), natural log. ``enable_gqa``: H_kv may divide H_q; without it they must be equal.
     """
     _refuse("ffpa_attn_varlen_func", kwargs)
     tensors, options = varlen_problem(
-        q, k, v, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, (-1, -1), 0.0, None, False, None,
+        q, k, v, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, (-1, -1), 0.0, None, False, None,
     )  # fmt: skip
     _check_heads("q", q.shape[1], "k", k.shape[1], enable_gqa)
     result = attention(*tensors, return_lse=return_lse, **options)
@@ -117,8 +122,8 @@ def _refuse(function: str, kwargs: dict[str, object]) -> None:
         if name in _BACKEND_ARGUMENTS:
             if value is not None:
                 raise TypeError(
-                    f"{name}: must be None, because ffpa picks its kernel itself (see ffpa.explain; kernel= of ffpa.attention "
-                    f"forces one), but is {value!r}"
+                    f"{name}: must be None, because ffpa picks its kernel itself (see ffpa.explain; ffpa.attention can "
+                    f"force one), but is {value!r}"
                 )
         elif name in _ELSEWHERE:
             if value is not None:
@@ -129,7 +134,9 @@ def _refuse(function: str, kwargs: dict[str, object]) -> None:
 
 def _check_heads(q_name: str, h_q: int, k_name: str, h_kv: int, enable_gqa: bool) -> None:
     if not enable_gqa and h_q != h_kv:
-        raise RuntimeError(f"{k_name}: must have as many heads as {q_name}, {h_q}, unless enable_gqa is True, but has {h_kv}")
+        raise RuntimeError(
+            f"{k_name}: must have as many heads as {q_name}, {h_q}, unless enable_gqa is True, but has {h_kv}"
+        )
 
 
 def _split_mask(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

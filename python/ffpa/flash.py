@@ -4,18 +4,21 @@ Names, argument order, defaults and results are those of flash-attn 2.8, so that
 
     from ffpa import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
-What they share (symbols: B batch, N_q and N_kv rows, T_q and T_kv rows of all packed sequences, H_q and H_kv heads, D width):
+What they share (symbols: B batch, N_q and N_kv rows, T_q and T_kv rows of all packed sequences, H_q and H_kv heads, D
+width):
 
-- tensors are ``(B, N, H, D)``, packed ones ``(T, H, D)``; H_q is a multiple of H_kv, query head h reads head ``h // (H_q / H_kv)``;
-- ``causal`` and ``window_size`` are anchored at the bottom right: row i's diagonal key is ``i + N_kv - N_q``, and a window
-  (left, right) shows the keys from diagonal - left to diagonal + right, both included, a negative side being unbounded;
+- tensors are ``(B, N, H, D)``, packed ones ``(T, H, D)``; H_q is a multiple of H_kv, and query head h reads head
+  ``h // (H_q / H_kv)``;
+- ``causal`` and ``window_size`` are anchored at the bottom right: row i's diagonal key is ``i + N_kv - N_q``, and a
+  window (left, right) shows the keys from diagonal - left to diagonal + right, both included, a negative side being
+  unbounded;
 - a row that sees no key is 0, with an lse of -inf;
 - ``alibi_slopes``, fp32 ``(H_q,)`` or ``(B, H_q)``, adds ``-slope * |i + N_kv - N_q - j|``;
 - ``softcap`` > 0 replaces a score s by ``softcap * tanh(s / softcap)``.
 
-Where we go further: fp32 as well as fp16 and bf16, the CPU, any D up to 1024 (V may be narrower or wider than K), any strides, any
-page size, softcap together with dropout, gradients of the lse, bits that repeat in the forward. ``deterministic=False`` follows
-``torch.use_deterministic_algorithms``.
+Where we go further: fp32 as well as fp16 and bf16, the CPU, any D up to 1024 (V may be narrower or wider than K), any
+strides, any page size, softcap together with dropout, gradients of the lse, bits that repeat in the forward.
+``deterministic=False`` follows ``torch.use_deterministic_algorithms``.
 
 Errors: RuntimeError for shapes, dtypes, devices and values, naming argument, rule and value; TypeError for non-tensors;
 NotImplementedError for what no engine of this build and machine computes.
@@ -23,6 +26,7 @@ NotImplementedError for what no engine of this build and machine computes.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -60,11 +64,13 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | WithProbs:
-    """Attention of ``q`` (B, N_q, H_q, D) over ``k`` (B, N_kv, H_kv, D) and ``v`` (B, N_kv, H_kv, D_v): out (B, N_q, H_q, D_v).
+    """Attention of ``q`` over ``k`` and ``v``.
 
-    With ``return_attn_probs``: (out, softmax_lse, S_dmask). softmax_lse is fp32 (B, H_q, N_q), natural log. S_dmask is, as in
-    flash-attn, empty unless dropout_p > 0; else (B, H_q, N_q, N_kv) in q's dtype: the probabilities before dropout, negative
-    where dropped. It takes N_q x N_kv memory and is meant for tests.
+    ``q`` (B, N_q, H_q, D), ``k`` (B, N_kv, H_kv, D), ``v`` (B, N_kv, H_kv, D_v) give out (B, N_q, H_q, D_v).
+
+    With ``return_attn_probs``: (out, softmax_lse, S_dmask). softmax_lse is fp32 (B, H_q, N_q), natural log. S_dmask is,
+    as in flash-attn, empty unless dropout_p > 0; else (B, H_q, N_q, N_kv) in q's dtype: the probabilities before
+    dropout, negative where dropped. It takes N_q x N_kv memory and is meant for tests.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         _rank(name, x, 4, "(B, N, H, D)")
@@ -135,12 +141,16 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor | WithProbs:
-    """Sequences laid end to end: ``q`` (T_q, H_q, D), ``k`` (T_kv, H_kv, D), ``v`` (T_kv, H_kv, D_v) give out (T_q, H_q, D_v).
+    """Attention of sequences laid end to end.
 
-    ``cu_seqlens_q``, ``cu_seqlens_k``: int32 (B + 1,), sequence b is rows cu[b] to cu[b + 1] - 1; lengths of 0 are fine.
+    ``q`` (T_q, H_q, D), ``k`` (T_kv, H_kv, D), ``v`` (T_kv, H_kv, D_v) give out (T_q, H_q, D_v).
+
+    ``cu_seqlens_q``, ``cu_seqlens_k``: int32 (B + 1,), sequence b is rows cu[b] to cu[b + 1] - 1; lengths of 0 are
+    fine.
     ``max_seqlen_q``, ``max_seqlen_k``: upper bounds of the lengths.
-    ``block_table``: int32 (B, pages per sequence); then k and v are pages (P, page rows, H_kv, D), and row j of sequence b, j below
-    cu_seqlens_k[b + 1] - cu_seqlens_k[b], is row j % page rows of page block_table[b, j // page rows]. No gradients of k and v then.
+    ``block_table``: int32 (B, pages per sequence); then k and v are pages (P, page rows, H_kv, D), and row j of
+    sequence b, j below cu_seqlens_k[b + 1] - cu_seqlens_k[b], is row j % page rows of page block_table[b, j // page
+    rows]. No gradients of k and v then.
 
     With ``return_attn_probs``: (out, softmax_lse (H_q, T_q), S_dmask), the last as in :func:`flash_attn_func`, of shape
     (B, H_q, max_seqlen_q, max_seqlen_k), 0 beyond a sequence's lengths.
@@ -154,7 +164,9 @@ def flash_attn_varlen_func(
     probs = q.new_empty(0)
     if dropout_p > 0:
         if block_table is not None:
-            raise NotImplementedError("return_attn_probs: S_dmask is not computed for a paged cache; leave out block_table")
+            raise NotImplementedError(
+                "return_attn_probs: S_dmask is not computed for a paged cache; leave out block_table"
+            )
         probs = _signed_probs_varlen(tensors, options, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = _pair(attention(*tensors, return_lse=True, **options))
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0), probs
@@ -186,10 +198,9 @@ def varlen_problem(
         _int32(name, x, 1, "(B + 1,)")
         if x.numel() == 0:
             raise RuntimeError(f"{name}: must have B + 1 elements, at least 1, but has 0")
-    if cu_seqlens_q.numel() != cu_seqlens_k.numel():
-        raise RuntimeError(
-            f"cu_seqlens_k: must have as many elements as cu_seqlens_q, {cu_seqlens_q.numel()}, but has {cu_seqlens_k.numel()}"
-        )
+    wanted, found = cu_seqlens_q.numel(), cu_seqlens_k.numel()
+    if wanted != found:
+        raise RuntimeError(f"cu_seqlens_k: must have as many elements as cu_seqlens_q, {wanted}, but has {found}")
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, q.device)
     options |= dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k)
     query = q.transpose(0, 1).unsqueeze(0)
@@ -270,26 +281,31 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of ``q`` (B, N_q, H_q, D) over a cache, which first takes the new rows ``k`` and ``v``, if given, in place.
+    """Attention of ``q`` (B, N_q, H_q, D) over a cache, which first takes the rows ``k`` and ``v``, if given, in place.
 
-    ``k_cache``, ``v_cache``: (B_cache, capacity, H_kv, D), or pages (P, page rows, H_kv, D) of any size with ``block_table``, int32
-    (B, pages per sequence). Only the rows of the new keys are written.
-    ``k``, ``v``: (B, N_new, H_kv, D), both or neither; they go to positions cache_seqlens[b] onwards, which must lie in the cache.
-    ``cache_seqlens``: keys in the cache before this call, an int for all sequences or int32 (B,); None: the cache is full. Needed
-    with k. After the call the caller adds N_new itself.
-    ``rotary_cos``, ``rotary_sin``: (positions, R / 2), fp32 or q's dtype, only with k: the first R of D are rotated, of key row i by
-    position cache_seqlens[b] + i, of query row i likewise if causal or with a window, else by position cache_seqlens[b].
+    ``k_cache``, ``v_cache``: (B_cache, capacity, H_kv, D), or pages (P, page rows, H_kv, D) of any size with
+    ``block_table``, int32 (B, pages per sequence). Only the rows of the new keys are written.
+    ``k``, ``v``: (B, N_new, H_kv, D), both or neither; they go to positions cache_seqlens[b] onwards, which must lie in
+    the cache.
+    ``cache_seqlens``: keys in the cache before this call, an int for all sequences or int32 (B,); None: the cache is
+    full. Needed with k. After the call the caller adds N_new itself.
+    ``rotary_cos``, ``rotary_sin``: (positions, R / 2), fp32 or q's dtype, only with k: the first R of D are rotated, of
+    key row i by position cache_seqlens[b] + i, of query row i likewise if causal or with a window, else by position
+    cache_seqlens[b].
     ``rotary_interleaved``: pairs (2i, 2i + 1) if True, (i, i + R / 2) if False.
-    ``cache_batch_idx``: int32 (B,), the row of the cache that sequence b uses, distinct where k is given; not with block_table.
-    ``cache_leftpad``: int32 (B,), the cache's first valid row of sequence b; lengths and positions still count from row 0.
+    ``cache_batch_idx``: int32 (B,), the row of the cache that sequence b uses, distinct where k is given; not with
+    block_table.
+    ``cache_leftpad``: int32 (B,), the cache's first valid row of sequence b; lengths and positions still count from row
+    0. Not with block_table.
     ``num_splits``: parts of the cache worked on in parallel, 0 = planned.
 
-    Returns out (B, N_q, H_q, D_v), with ``return_softmax_lse`` also the fp32 lse (B, H_q, N_q). There is no backward pass, as in
-    flash-attn: a backward through the result raises.
+    Returns out (B, N_q, H_q, D_v), with ``return_softmax_lse`` also the fp32 lse (B, H_q, N_q). There is no backward
+    pass, as in flash-attn: a backward through the result raises. An error raised after the append (q, say, does not fit
+    the cache) leaves the new rows in place: they lie past cache_seqlens, and the same call put right writes them again.
     """
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         _rank(name, x, 4, "(B, N, H, D)" if block_table is None or name == "q" else "(P, page rows, H, D)")
-    _check_cache_arguments(k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
+    _check_cache_arguments(k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     batch = q.shape[0]
     seqlens = _cache_lengths(cache_seqlens, batch, k_cache.device)
     for name, index in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
@@ -319,13 +335,18 @@ def flash_attn_with_kvcache(
             )
             query = rotated if rotary_cos is not None else query
             seqlens = seqlens + k.shape[1]
+        if cache_leftpad is not None:
+            block_table, seqlens = _without_leftpad(k_cache, cache_leftpad, seqlens, cache_batch_idx)
+            keys, values = (x.flatten(0, 1).unsqueeze(2) for x in (k_cache, v_cache))
+            cache_batch_idx = None
+        if block_table is None and cache_batch_idx is None:
+            keys, values = keys[:batch], values[:batch]  # a cache may have room for more sequences
         options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, q.device)
         out, lse = _pair(
             attention(
                 query,
                 keys,
                 values,
-                mask=_leftpad_mask(cache_leftpad, k_cache, block_table),
                 seqlens_kv=seqlens,
                 block_table=block_table,
                 kv_batch_idx=cache_batch_idx,
@@ -336,7 +357,7 @@ def flash_attn_with_kvcache(
         )
     out = out.transpose(1, 2)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v)):
-        out, lse = _NoBackward.apply(q, out, lse)
+        out, lse = _NoBackward.apply(q, out, lse)  # type: ignore[no-untyped-call]
     return (out, lse) if return_softmax_lse else out
 
 
@@ -350,7 +371,7 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         raise RuntimeError(
-            "flash_attn_with_kvcache: has no backward pass, because the cache is written in place; use flash_attn_func to train"
+            "flash_attn_with_kvcache: has no backward pass, because the cache is written in place; use flash_attn_func"
         )
 
 
@@ -361,6 +382,7 @@ def _check_cache_arguments(
     rotary_sin: Tensor | None,
     cache_seqlens: int | Tensor | None,
     cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
     block_table: Tensor | None,
 ) -> None:
     if (k is None) != (v is None):
@@ -373,7 +395,13 @@ def _check_cache_arguments(
     if k is not None and cache_seqlens is None:
         raise RuntimeError("cache_seqlens: must say where k and v are appended, but is None")
     if block_table is not None and cache_batch_idx is not None:
-        raise RuntimeError("cache_batch_idx: must be None with block_table, which itself says which pages a sequence uses")
+        raise RuntimeError(
+            "cache_batch_idx: must be None with block_table, which itself says which pages a sequence uses"
+        )
+    if block_table is not None and cache_leftpad is not None:
+        raise RuntimeError(
+            "cache_leftpad: must be None with block_table, whose pages begin with a sequence's first key"
+        )
     for name, x in (("k", k), ("v", v)):
         if x is not None:
             _rank(name, x, 4, "(B, N_new, H, D)")
@@ -397,20 +425,30 @@ def _cache_lengths(lengths: int | Tensor | None, batch: int, device: torch.devic
     return torch.full((batch,), lengths, dtype=torch.int32, device=device)
 
 
-def _leftpad_mask(leftpad: Tensor | None, k_cache: Tensor, block_table: Tensor | None) -> Tensor | None:
-    """bool (B, 1, 1, N_kv), true from the first valid row on. Diagonals, windows and ALiBi count from the end, so they do not move."""
-    if leftpad is None:
-        return None
-    capacity = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
-    rows = torch.arange(capacity, device=leftpad.device)
-    return (rows >= leftpad[:, None])[:, None, None, :]
+def _without_leftpad(
+    cache: Tensor, leftpad: Tensor, seqlens: Tensor | None, batch_idx: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The sequences from their first valid row on: a table of pages of one row each (B, capacity), and their lengths.
+
+    Padding is then never read. Diagonals, windows and ALiBi count from the end of a sequence, so they stay what they
+    are.
+    """
+    places, capacity = cache.shape[0], cache.shape[1]
+    if leftpad.device.type == "cpu" and not torch.compiler.is_compiling() and bool((leftpad < 0).any()):
+        raise RuntimeError(f"cache_leftpad: must not be negative, but is {leftpad.tolist()}")
+    first = torch.arange(leftpad.shape[0], device=leftpad.device) if batch_idx is None else batch_idx
+    rows = first[:, None] * capacity + leftpad[:, None] + torch.arange(capacity, device=leftpad.device)
+    table = rows.clamp(max=max(places * capacity - 1, 0)).to(torch.int32)  # entries past a length are not read
+    lengths = torch.full_like(leftpad, capacity) if seqlens is None else seqlens
+    return table, (lengths - leftpad).clamp(min=0)
 
 
 # ----------------------------------------------------------------------------------------------------------- S_dmask
 
 
 def _signed_probs(tensors: list[Tensor], options: dict[str, Any], n_kv: int) -> Tensor:
-    """(B, H_q, N_q, N_kv): the probabilities, negative where dropped. With V = identity the output of attention is P itself."""
+    """(B, H_q, N_q, N_kv): the probabilities, negative where dropped. With V = identity the output of attention is P
+    itself."""
     q, k, _ = tensors
     columns = []
     with torch.no_grad():
@@ -433,13 +471,13 @@ def _signed_probs_varlen(
     q, k, _ = tensors
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     probs = q.new_zeros(len(bounds_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
-    local = torch.cat([torch.arange(end - begin, device=q.device) for begin, end in zip([0, *bounds_k], bounds_k)])
+    local = torch.cat([torch.arange(end - begin) for begin, end in itertools.pairwise([0, *bounds_k])]).to(q.device)
     with torch.no_grad():
         for begin in range(0, max_seqlen_k, 512):
             wanted = torch.arange(begin, min(begin + 512, max_seqlen_k), device=q.device)
             identity = (local[:, None] == wanted).to(q.dtype)
             signed = _with_sign(q, k, identity.expand(1, k.shape[1], *identity.shape), options)
-            for b, (first, last) in enumerate(zip(bounds_q, bounds_q[1:])):
+            for b, (first, last) in enumerate(itertools.pairwise(bounds_q)):
                 probs[b, :, : last - first, begin : begin + len(wanted)] = signed[0, :, first:last]
     return probs
 

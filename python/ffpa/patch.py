@@ -1,12 +1,14 @@
 """One line that sends a program's attention here: ``ffpa.patch_sdpa()``. SPDX-License-Identifier: Apache-2.0
 
-Replaces ``torch.nn.functional.scaled_dot_product_attention`` for the whole process. Whatever looks that name up when it runs is
-served: a program's own calls, torch.nn.MultiheadAttention and the Transformer layers (outside their inference fast path, which is
-one fused operator without SDPA), diffusers, transformers with attn_implementation="sdpa". Code that imported the function itself
-beforehand (``from torch.nn.functional import scaled_dot_product_attention``) keeps torch's, as do graphs compiled before.
+Replaces ``torch.nn.functional.scaled_dot_product_attention`` for the whole process. Whatever looks that name up when it
+runs is served: a program's own calls, torch.nn.MultiheadAttention and the Transformer layers (outside their inference
+fast path, which is one fused operator without SDPA), diffusers, transformers with attn_implementation="sdpa". Code that
+imported the function itself beforehand (``from torch.nn.functional import scaled_dot_product_attention``) keeps
+torch's, as do graphs compiled before.
 
-A call that worked before still works: what ffpa does not take goes to the function that was there before, and the first time for
-each kind of reason a :class:`FallbackWarning` says why. ``ffpa.explain(...)`` tells it for one call beforehand.
+A call that worked before still works: what ffpa does not take goes to the function that was there before, and the first
+time for each kind of reason a :class:`FallbackWarning` says why. ``ffpa.explain(...)`` tells it for one call
+beforehand.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from . import _sdpa
+from ._attention import attention
 
 __all__ = ["FallbackWarning", "SdpaPatch", "patch_sdpa", "unpatch_sdpa"]
 
@@ -36,8 +40,8 @@ class FallbackWarning(UserWarning):
 class SdpaPatch:
     """An active patch, made by :func:`patch_sdpa`. Ends with its ``with`` block or with :meth:`undo`.
 
-    ``strict``: as given. ``fallbacks``: how often a call was handed to torch while this patch was active, by kind of reason
-    (calls inside compiled graphs are counted when they are traced, if at all).
+    ``strict``: as given. ``fallbacks``: how often a call was handed to torch while this patch was active, by kind of
+    reason (calls inside compiled graphs are counted when they are traced, if at all).
     """
 
     def __init__(self, strict: bool) -> None:
@@ -60,7 +64,7 @@ class SdpaPatch:
         return self in _active
 
     def undo(self) -> None:
-        """End this patch; the function that was there before returns with the last one. Does nothing the second time."""
+        """End this patch; with the last one the function that was there before returns. A second time does nothing."""
         global _active
         with _lock:
             _active = tuple(p for p in _active if p is not self)
@@ -69,14 +73,14 @@ class SdpaPatch:
 
 
 def patch_sdpa(strict: bool = False) -> SdpaPatch:
-    """Send ``torch.nn.functional.scaled_dot_product_attention`` of this process to :func:`ffpa.scaled_dot_product_attention`.
+    """Send this process's ``torch.nn.functional.scaled_dot_product_attention`` to ffpa's.
 
-    As a function, ``ffpa.patch_sdpa()``, until :func:`unpatch_sdpa`; as a context manager, ``with ffpa.patch_sdpa():``, until the
-    block ends. Patches nest and may be entered and left by several threads in any order: the function is ours from the first to
-    the last of them, for all threads.
+    As a function, ``ffpa.patch_sdpa()``, until :func:`unpatch_sdpa`; as a context manager, ``with ffpa.patch_sdpa():``,
+    until the block ends. Patches nest and may be entered and left by several threads in any order: the function is ours
+    from the first to the last of them, for all threads.
 
-    ``strict``: raise NotImplementedError with the reason where torch would be called instead. It holds for every call while any
-    strict patch is active.
+    ``strict``: raise NotImplementedError with the reason where torch would be called instead. It holds for every call
+    while any strict patch is active.
     """
     if not isinstance(strict, bool):
         raise TypeError(f"strict: must be a bool, but is {type(strict).__name__}")
@@ -99,7 +103,7 @@ def unpatch_sdpa() -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------------------------- machinery
+# ----------------------------------------------------------------------------------------------------------- machinery
 
 _lock = threading.Lock()
 _active: tuple[SdpaPatch, ...] = ()  # replaced under the lock, never changed: readers need no lock
@@ -119,11 +123,13 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, computed by ffpa where it takes the call (see ffpa.patch_sdpa)."""
+    """torch's function, while ffpa.patch_sdpa() holds: computed by ffpa where it takes the call."""
     patches = _active
     options: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa)
     if not patches:
         return _before(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if isinstance(attn_mask, CausalBias):
+        return _with_causal_bias(query, key, value, attn_mask, dropout_p, is_causal, **options)
     reason = why_not_taken(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if reason is None:
         try:
@@ -135,6 +141,24 @@ def scaled_dot_product_attention(
     if not torch.compiler.is_compiling():
         _report(reason, patches)
     return _before(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _with_causal_bias(
+    query: Tensor, key: Tensor, value: Tensor, mask: CausalBias, dropout_p: float, is_causal: bool, **options: Any
+) -> Tensor:
+    """torch.nn.attention.bias masks, which torch knows by comparing a function with the one that we replaced."""
+    if is_causal:
+        raise ValueError("attn_mask: a CausalBias must not come with is_causal=True")
+    n_q, n_kv = mask.seq_len_q, mask.seq_len_kv
+    if mask.variant == CausalVariant.UPPER_LEFT or n_q == n_kv:
+        return scaled_dot_product_attention(query, key, value, None, dropout_p, True, **options)
+    if query.dim() == 4 and why_not_taken(query, key, value, None, dropout_p, False, **options) is None:
+        q, k, v, call = _sdpa.as_attention(query, key, value, None, dropout_p, False, **options)
+        out = attention(q, k, v, **{**call, "causal": True, "anchor": "bottom_right"})
+        assert isinstance(out, Tensor)
+        return out
+    visible = torch.ones(n_q, n_kv, dtype=torch.bool, device=query.device).tril(n_kv - n_q)
+    return scaled_dot_product_attention(query, key, value, visible, dropout_p, False, **options)
 
 
 def why_not_taken(
@@ -149,15 +173,15 @@ def why_not_taken(
     enable_gqa: bool = False,
 ) -> str | None:
     """Why a patched call with these arguments would be handed to torch, as "kind: sentence"; None if ffpa takes it."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    attn_mask = None if isinstance(attn_mask, CausalBias) else attn_mask  # translated, see _with_causal_bias
+    compiling = torch.compiler.is_compiling()
+    if torch.compiler.is_exporting() or (not compiling and torch._C._get_tracing_state() is not None):
         return "export: an exported or traced program keeps torch's own operator, so that it runs without ffpa"
-    if not torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled():
+    if not compiling and torch._C._is_torch_function_mode_enabled():
         for mode in _get_current_function_mode_stack():
             if not isinstance(mode, DeviceContext):  # torch.set_default_device, which does not mind
                 return f"function mode: {type(mode).__name__} is active and may want to see torch's function"
-    return _sdpa.fallback_reason(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return _sdpa.fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _report(reason: str, patches: tuple[SdpaPatch, ...]) -> None:
@@ -169,7 +193,9 @@ def _report(reason: str, patches: tuple[SdpaPatch, ...]) -> None:
         _warned.add(kind)
     if first:
         warnings.warn(
-            f"scaled_dot_product_attention handed to torch: {reason} (said once per kind)", FallbackWarning, stacklevel=4
+            f"scaled_dot_product_attention handed to torch: {reason} (said once per kind)",
+            FallbackWarning,
+            stacklevel=3,
         )
 
 
@@ -179,7 +205,7 @@ def _install() -> None:
     if current is scaled_dot_product_attention or (_covered and current is not _before):
         return  # still in place, or below a foreign patch that calls us: installing again would make a circle
     _before, _covered = current, False
-    F.scaled_dot_product_attention = scaled_dot_product_attention
+    F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
 
 
 def _uninstall() -> None:

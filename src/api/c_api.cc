@@ -65,29 +65,42 @@ ffpa_status plan_pass(const Caller* caller, ffpa_plan* plan) {
   });
 }
 
+bool writes_nothing(const Problem& p) {
+  const ffpa_backward_problem& b = p.args;
+  if (p.pass == Pass::kForward) return !has_elements(b.forward.o) && !has_elements(b.forward.lse);
+  return !has_elements(b.dq) && !has_elements(b.dk) && !has_elements(b.dv) && !has_elements(b.dbias) &&
+         !has_elements(b.dsinks);
+}
+
 // Validates again: lengths and tables may have changed since the plan was made, and no kernel checks them.
 template <class Caller>
-ffpa_status run_pass(const Caller* caller, const ffpa_plan* plan, void* workspace, size_t workspace_bytes, void* stream) {
+ffpa_status run_pass(const Caller* caller, const ffpa_plan* plan, void* workspace, size_t workspace_bytes,
+                     void* stream) {
   return guarded([&]() -> Status {
     if (!plan) return invalid("plan: must not be null");
     if (plan->struct_size != sizeof(ffpa_plan))
-      return invalid("plan: must be filled by ffpa_forward_plan or ffpa_backward_plan, but its struct_size is ", plan->struct_size);
+      return invalid("plan: must be filled by ffpa_forward_plan or ffpa_backward_plan, but its struct_size is ",
+                     plan->struct_size);
     Problem problem;
     if (Status s = validate(caller, &problem); s.code != FFPA_OK) return s;
     if (plan->fingerprint != fingerprint(problem))
-      return invalid("plan: must have been made for this problem's extents, strides, dtypes, options and alignment, but its "
-                     "fingerprint differs (", describe(problem), ")");
+      return invalid(
+          "plan: must have been made for this problem's extents, strides, dtypes, options and alignment, but its "
+          "fingerprint differs (",
+          describe(problem), ")");
     if (plan->kernel < 0 || plan->kernel >= static_cast<int32_t>(kernel_table().size()) ||
         kernel_table()[plan->kernel].pass != problem.pass)
       return invalid("plan: must be as ffpa_*_plan filled it, but its kernel is ", plan->kernel);
     if (workspace_bytes < plan->workspace_bytes)
-      return {FFPA_WORKSPACE, words("workspace_bytes: must be at least the plan's, ", plan->workspace_bytes, ", but is ",
-                                    workspace_bytes)};
+      return {FFPA_WORKSPACE, words("workspace_bytes: must be at least the plan's, ", plan->workspace_bytes,
+                                    ", but is ", workspace_bytes)};
     if (plan->workspace_bytes && !workspace)
-      return {FFPA_WORKSPACE, words("workspace: must not be null, since the plan needs ", plan->workspace_bytes, " bytes")};
+      return {FFPA_WORKSPACE,
+              words("workspace: must not be null, since the plan needs ", plan->workspace_bytes, " bytes")};
     if (plan->workspace_bytes && reinterpret_cast<uintptr_t>(workspace) % 256 != 0)
       return {FFPA_WORKSPACE, words("workspace: must be aligned to 256 bytes, but is off by ",
                                     reinterpret_cast<uintptr_t>(workspace) % 256)};
+    if (writes_nothing(problem)) return ok();  // not left to loops over 2^31 empty heads
     const Choice choice{plan->workspace_bytes, plan->num_splits, plan->num_threads};
     return kernel_table()[plan->kernel].run(problem, choice, workspace, stream);
   });
@@ -173,10 +186,12 @@ void ffpa_append_problem_init(ffpa_append_problem* problem) {
 }
 
 ffpa_status ffpa_forward_plan(const ffpa_forward_problem* problem, ffpa_plan* plan) { return plan_pass(problem, plan); }
-ffpa_status ffpa_backward_plan(const ffpa_backward_problem* problem, ffpa_plan* plan) { return plan_pass(problem, plan); }
+ffpa_status ffpa_backward_plan(const ffpa_backward_problem* problem, ffpa_plan* plan) {
+  return plan_pass(problem, plan);
+}
 
-ffpa_status ffpa_forward_run(const ffpa_forward_problem* problem, const ffpa_plan* plan, void* workspace, size_t workspace_bytes,
-                             void* stream) {
+ffpa_status ffpa_forward_run(const ffpa_forward_problem* problem, const ffpa_plan* plan, void* workspace,
+                             size_t workspace_bytes, void* stream) {
   return run_pass(problem, plan, workspace, workspace_bytes, stream);
 }
 ffpa_status ffpa_backward_run(const ffpa_backward_problem* problem, const ffpa_plan* plan, void* workspace,
@@ -196,8 +211,10 @@ ffpa_status ffpa_append(const ffpa_append_problem* problem, void*) {
     Append append;
     if (Status s = validate(problem, &append); s.code != FFPA_OK) return s;
     if (append.args.k_new.device_type != FFPA_CPU)
-      return {FFPA_NOT_SUPPORTED, "k_new: must lie in cpu memory: this build appends there only, but it lies in cuda memory"};
-    append_cpu(append);
+      return {FFPA_NOT_SUPPORTED,
+              "k_new: must lie in cpu memory: this build appends there only, but it lies in cuda memory"};
+    const ffpa_append_problem& p = append.args;
+    if (has_elements(p.k_new) || has_elements(p.v_new) || has_elements(p.q)) append_cpu(append);
     return ok();
   });
 }
@@ -210,7 +227,7 @@ ffpa_status ffpa_kernel_at(int index, ffpa_kernel_info* info) {
     if (index < 0 || index >= ffpa_kernel_count())
       return invalid("index: must be from 0 to ", ffpa_kernel_count() - 1, ", but is ", index);
     const Kernel& k = kernel_table()[index];
-    *info = {sizeof(*info), k.name,   k.summary, static_cast<int32_t>(k.pass), k.engine, k.machine_lacks() == nullptr,
+    *info = {sizeof(*info), k.name,  k.summary, static_cast<int32_t>(k.pass), k.engine, k.machine_lacks() == nullptr,
              k.dtypes,      k.min_d, k.max_d};
     return ok();
   });

@@ -2,7 +2,6 @@
 #include "api/checks.h"
 
 #include <algorithm>
-#include <array>
 
 namespace ffpa {
 namespace {
@@ -13,7 +12,8 @@ std::string list(const int64_t* values, int count) {
   return text + "]";
 }
 
-// Extents as a work count and strides as byte offsets must stay within int64: every engine relies on it and adds up without checks.
+// Extents as a work count and strides as byte offsets must stay within int64: every engine relies on it and adds up
+// without checks.
 void check_sizes(const Arg& arg) {
   const ffpa_tensor& t = arg.t;
   const int64_t bytes = dtype_bytes(t.dtype);
@@ -29,17 +29,18 @@ void check_sizes(const Arg& arg) {
   }
 }
 
-// Sorted by stride, each axis must step over all that the smaller ones reach. Interleaved layouts that would pass a finer test
-// are refused too: no tensor library makes them.
+// Sorted by stride, each axis must step over all that the smaller ones reach. Interleaved layouts that would pass a
+// finer test are refused too: no tensor library makes them.
 void check_no_overlap(const Arg& arg) {
   const ffpa_tensor& t = arg.t;
-  std::array<int, FFPA_MAX_RANK> axes{};
-  int count = 0;
+  int axes[FFPA_MAX_RANK] = {}, count = 0;  // by stride, smallest first
   for (int axis = 0; axis < t.rank; ++axis) {
     if (t.extent[axis] == 0) return;
-    if (t.extent[axis] > 1) axes[count++] = axis;
+    if (t.extent[axis] == 1) continue;
+    int at = count++;
+    for (; at > 0 && t.stride[axes[at - 1]] > t.stride[axis]; --at) axes[at] = axes[at - 1];
+    axes[at] = axis;
   }
-  std::sort(axes.begin(), axes.begin() + count, [&](int a, int b) { return t.stride[a] < t.stride[b]; });
   int64_t reach = 1;
   for (int i = 0; i < count; ++i) {
     const int axis = axes[i];
@@ -83,26 +84,41 @@ void check_tensor(const Arg& arg, int rank, Use use, const Arg& device) {
     refuse(arg.name, ": dtype must be one of ffpa_dtype, but is ", t.dtype);
   bool empty = false;
   for (int axis = 0; axis < rank; ++axis) {
-    if (t.extent[axis] < 0) refuse(arg.name, ": extent ", axis, " must be at least 0, but is ", t.extent[axis]);
+    if (t.extent[axis] < 0 || t.extent[axis] > INT32_MAX)
+      refuse(arg.name, ": extent ", axis, " must be from 0 to 2^31 - 1, but is ", t.extent[axis]);
     if (t.stride[axis] < 0) refuse(arg.name, ": stride ", axis, " must be at least 0, but is ", t.stride[axis]);
     empty |= t.extent[axis] == 0;
   }
   check_sizes(arg);
-  if (!t.data && !empty) refuse(arg.name, ": data must not be null unless an extent is 0, but extents are ", list(t.extent, rank));
+  if (!t.data && !empty)
+    refuse(arg.name, ": data must not be null unless an extent is 0, but extents are ", list(t.extent, rank));
   if (const int64_t bytes = dtype_bytes(t.dtype); bytes > 1 && reinterpret_cast<uintptr_t>(t.data) % bytes != 0)
     refuse(arg.name, ": data must be aligned to its dtype's ", bytes, " bytes, but is off by ",
            reinterpret_cast<uintptr_t>(t.data) % bytes);
   if (use == Use::kWritten) check_no_overlap(arg);
 }
 
-void check_dtype(const Arg& arg, std::initializer_list<int32_t> allowed, const std::string& rule) {
+void check_dtype(const Arg& arg, std::initializer_list<int32_t> allowed, const char* rule) {
   if (std::find(allowed.begin(), allowed.end(), arg.t.dtype) == allowed.end())
     refuse(arg.name, ": dtype must be ", rule, ", but is ", dtype_name(arg.t.dtype));
 }
 
+void check_dtype_of(const Arg& arg, const Arg& other) {
+  if (arg.t.dtype != other.t.dtype)
+    refuse(arg.name, ": dtype must be ", other.name, "'s, ", dtype_name(other.t.dtype), ", but is ",
+           dtype_name(arg.t.dtype));
+}
+
+void check_fp32_or_dtype_of(const Arg& arg, const Arg& other) {
+  if (arg.t.dtype != FFPA_FP32 && arg.t.dtype != other.t.dtype)
+    refuse(arg.name, ": dtype must be fp32 or ", other.name, "'s, ", dtype_name(other.t.dtype), ", but is ",
+           dtype_name(arg.t.dtype));
+}
+
 void check_extent(const Arg& arg, int axis, const char* symbol, const char* whose, int64_t wanted) {
   if (arg.extent(axis) != wanted)
-    refuse(arg.name, ": extent ", axis, " (", symbol, ") must equal ", whose, ", ", wanted, ", but is ", arg.extent(axis));
+    refuse(arg.name, ": extent ", axis, " (", symbol, ") must equal ", whose, ", ", wanted, ", but is ",
+           arg.extent(axis));
 }
 
 void check_broadcast(const Arg& arg, int axis, const char* symbol, int64_t wanted) {
@@ -122,11 +138,10 @@ void check_range(const char* name, int64_t value, int64_t lowest, int64_t highes
 }
 
 void check_apart(const Arg& written, const Arg& other) {
-  const auto empty = [](const ffpa_tensor& t) {
-    return !present(t) || std::any_of(t.extent, t.extent + t.rank, [](int64_t e) { return e == 0; });
-  };
-  if (&other.t == &written.t || other.t.data != written.t.data || empty(written.t) || empty(other.t)) return;
-  refuse(written.name, ": is written, so it must not share memory with ", other.name, ", but both start at the same address");
+  if (&other.t == &written.t || other.t.data != written.t.data) return;
+  if (!has_elements(written.t) || !has_elements(other.t)) return;
+  refuse(written.name, ": is written, so it must not share memory with ", other.name,
+         ", but both start at the same address");
 }
 
 void give_address(ffpa_tensor& t) {
@@ -145,6 +160,13 @@ void check_entries(const Arg& arg, int64_t highest, const char* bound) {
   for (int64_t b = 0; b < arg.extent(0); ++b)
     if (const int64_t value = int32_at(arg.t, b); value < 0 || value > highest)
       refuse(arg.name, ": entry ", b, " must be from 0 to ", bound, ", ", highest, ", but is ", value);
+}
+
+void check_block_table(const Arg& table, const Arg& pages, const char* whose, int64_t n_seqs, const Arg& device) {
+  check_tensor(table, 2, Use::kRead, device);
+  check_dtype(table, {FFPA_INT32}, "int32");
+  check_extent(table, 0, "B", whose, n_seqs);
+  if (pages.extent(2) < 1) refuse(pages.name, ": extent 2 (page rows) must be at least 1 with block_table, but is 0");
 }
 
 void check_pages(const Arg& table, int64_t b, int64_t rows_in_use, int64_t page_rows, int64_t pages) {

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "api/devices.h"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <fstream>
 #include <string>
+#include <utility>
+
+#include "cpu/features.h"
 
 namespace ffpa {
 namespace {
@@ -20,24 +22,13 @@ std::string cpu_model() {
 }
 
 std::string cpu_features() {
+  const Features& f = features();
   std::string text;
-#if defined(__x86_64__)
-  const auto add = [&](bool has, const char* name) {
-    if (has) text += (text.empty() ? "" : " ") + std::string(name);
-  };
-  __builtin_cpu_init();
-  add(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), "avx2");
-  add(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"), "avx512");
-  add(__builtin_cpu_supports("avx512bf16"), "avx512_bf16");
-#endif
+  for (const auto& [has, name] :
+       {std::pair{f.avx2, "avx2 "}, {f.avx512, "avx512 "}, {f.avx512_bf16, "avx512_bf16 "}, {f.amx_bf16, "amx_bf16 "}})
+    if (has) text += name;
+  if (!text.empty()) text.pop_back();
   return text;
-}
-
-// Threads that the affinity mask leaves to this process.
-int cpu_threads() {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
-  return static_cast<int>(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN)));
 }
 
 void copy_text(const std::string& text, char (&to)[128]) {
@@ -53,7 +44,7 @@ int device_count(int type) { return type == FFPA_CPU ? 1 : 0; }
 Status device_at(int, int, ffpa_device_info* info) {
   copy_text(cpu_model(), info->name);
   copy_text(cpu_features(), info->features);
-  info->processors = cpu_threads();
+  info->processors = features().processors;
   info->shared_memory_bytes = 0;
   info->memory_bytes = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
   return {};

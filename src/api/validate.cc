@@ -23,13 +23,23 @@ void check_struct(const char* name, const Struct* problem, const char* init) {
 // The tensors of a forward problem with their names.
 struct Args {
   explicit Args(const ffpa_forward_problem& f)
-      : q{"q", f.q}, k{"k", f.k}, v{"v", f.v}, o{"o", f.o}, lse{"lse", f.lse}, mask{"mask", f.mask}, bias{"bias", f.bias},
-        alibi_slopes{"alibi_slopes", f.alibi_slopes}, sinks{"sinks", f.sinks}, cu_seqlens_q{"cu_seqlens_q", f.cu_seqlens_q},
-        cu_seqlens_kv{"cu_seqlens_kv", f.cu_seqlens_kv}, seqlens_kv{"seqlens_kv", f.seqlens_kv},
-        block_table{"block_table", f.block_table}, kv_batch_idx{"kv_batch_idx", f.kv_batch_idx},
+      : q{"q", f.q},
+        k{"k", f.k},
+        v{"v", f.v},
+        o{"o", f.o},
+        lse{"lse", f.lse},
+        mask{"mask", f.mask},
+        bias{"bias", f.bias},
+        alibi_slopes{"alibi_slopes", f.alibi_slopes},
+        sinks{"sinks", f.sinks},
+        cu_seqlens_q{"cu_seqlens_q", f.cu_seqlens_q},
+        cu_seqlens_kv{"cu_seqlens_kv", f.cu_seqlens_kv},
+        seqlens_kv{"seqlens_kv", f.seqlens_kv},
+        block_table{"block_table", f.block_table},
+        kv_batch_idx{"kv_batch_idx", f.kv_batch_idx},
         dropout_state{"dropout_state", f.dropout_state} {}
-  Arg q, k, v, o, lse, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_kv, seqlens_kv, block_table, kv_batch_idx,
-      dropout_state;
+  Arg q, k, v, o, lse, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_kv, seqlens_kv, block_table,
+      kv_batch_idx, dropout_state;
 };
 
 void check_options(const ffpa_forward_problem& f) {
@@ -42,7 +52,8 @@ void check_options(const ffpa_forward_problem& f) {
   if (f.engine < FFPA_ENGINE_AUTO || f.engine > FFPA_ENGINE_CUDA)
     refuse("engine: must be one of ffpa_engine, from 0 to 3, but is ", f.engine);
   if (f.has_scale && !std::isfinite(f.scale)) refuse("scale: must be finite, but is ", f.scale);
-  if (!(f.softcap >= 0) || !std::isfinite(f.softcap)) refuse("softcap: must be 0 or a positive number, but is ", f.softcap);
+  if (!(f.softcap >= 0) || !std::isfinite(f.softcap))
+    refuse("softcap: must be 0 or a positive number, but is ", f.softcap);
   if (!(f.dropout_p >= 0 && f.dropout_p <= 1)) refuse("dropout_p: must be from 0 to 1, but is ", f.dropout_p);
   check_range("window_left", f.window_left, -1, kUnbounded);
   check_range("window_right", f.window_right, -1, kUnbounded);
@@ -61,8 +72,9 @@ void check_qkv(const Args& a, Problem* p) {
   check_tensor(a.v, 4, Use::kRead, a.q);
   for (const Arg& arg : {a.k, a.v}) {
     if (arg.t.dtype == FFPA_FP8_E4M3 || arg.t.dtype == FFPA_FP4_E2M1 || arg.t.dtype == FFPA_INT8)
-      not_supported(arg.name, ": dtype ", dtype_name(arg.t.dtype), " is reserved for quantised inputs and not computed yet");
-    check_dtype(arg, {a.q.t.dtype}, words("q's, ", dtype_name(a.q.t.dtype)));
+      not_supported(arg.name, ": dtype ", dtype_name(arg.t.dtype),
+                    " is reserved for quantised inputs and not computed yet");
+    check_dtype_of(arg, a.q);
   }
   p->h_q = a.q.extent(1);
   p->h_kv = a.k.extent(1);
@@ -119,14 +131,9 @@ void check_sequences(const Args& a, Problem* p) {
     check_cumulative(a.cu_seqlens_kv, "T_kv", capacity);
   } else if (given(a.block_table)) {
     check_absent(a.kv_batch_idx, "must be absent with block_table, which already says where each sequence lies");
-    check_tensor(a.block_table, 2, Use::kRead, a.q);
-    check_dtype(a.block_table, {FFPA_INT32}, "int32");
-    check_extent(a.block_table, 0, "B", "the number of sequences", p->n_seqs);
+    check_block_table(a.block_table, a.k, "the number of sequences", p->n_seqs, a.q);
     p->page_rows = a.k.extent(2);
-    if (p->page_rows < 1) refuse("k: extent 2 (page rows) must be at least 1 with block_table, but is 0");
-    if (__builtin_mul_overflow(a.block_table.extent(1), p->page_rows, &capacity))
-      refuse("block_table: extent 1 (pages per sequence) times page rows must be less than 2^63, but is ",
-             a.block_table.extent(1), " times ", p->page_rows);
+    capacity = a.block_table.extent(1) * p->page_rows;
   } else if (given(a.kv_batch_idx)) {
     check_int32_vector(a.kv_batch_idx, "B", "the number of sequences", p->n_seqs, a.q);
     check_entries(a.kv_batch_idx, a.k.extent(0) - 1, "k's last batch row");
@@ -152,7 +159,8 @@ Longest check_lengths(const Args& a, const Problem& p) {
     if (!p.packed_kv() && !p.paged()) longest.kv = p.n_kv;
     return longest;
   }
-  const bool alike = !p.packed_q() && !p.packed_kv() && !p.paged() && !present(f.seqlens_kv);  // dense: one speaks for all
+  const bool alike =
+      !p.packed_q() && !p.packed_kv() && !p.paged() && !present(f.seqlens_kv);  // dense: one speaks for all
   Longest longest{0, 0};
   for (int64_t b = 0; b < (alike ? std::min<int64_t>(p.n_seqs, 1) : p.n_seqs); ++b) {
     int64_t holds = p.paged() ? a.block_table.extent(1) * p.page_rows : a.k.extent(2);
@@ -162,10 +170,12 @@ Longest check_lengths(const Args& a, const Problem& p) {
         refuse("seqlens_kv: entry ", b, " must be from 0 to what its k and v hold, ", holds, ", but is ", length);
     const Sequence s = sequence_at(p, b);
     if (f.max_seqlen_q && s.n_q > f.max_seqlen_q)
-      refuse("max_seqlen_q: must be at least every sequence's rows, ", s.n_q, " in sequence ", b, ", but is ", f.max_seqlen_q);
+      refuse("max_seqlen_q: must be at least every sequence's rows, ", s.n_q, " in sequence ", b, ", but is ",
+             f.max_seqlen_q);
     const int64_t n_kv = p.paged() && !present(f.seqlens_kv) ? holds : s.n_kv;
     if (f.max_seqlen_kv && n_kv > f.max_seqlen_kv)
-      refuse("max_seqlen_kv: must be at least every sequence's keys, ", n_kv, " in sequence ", b, ", but is ", f.max_seqlen_kv);
+      refuse("max_seqlen_kv: must be at least every sequence's keys, ", n_kv, " in sequence ", b, ", but is ",
+             f.max_seqlen_kv);
     if (p.paged()) check_pages(a.block_table, b, n_kv, p.page_rows, a.k.extent(0));
     longest.q = std::max(longest.q, s.n_q);
     longest.kv = std::max(longest.kv, n_kv);
@@ -173,7 +183,8 @@ Longest check_lengths(const Args& a, const Problem& p) {
   return longest;
 }
 
-// Broadcastable [B|1, H_q|1, N_q|1, N_kv|1]. Packed or paged rows may be more than the longest sequence's: the rest is not read.
+// Broadcastable [B|1, H_q|1, N_q|1, N_kv|1]. Packed or paged rows may be more than the longest sequence's: the rest is
+// not read.
 void check_score_shape(const Arg& arg, const Problem& p, const Longest& longest) {
   check_broadcast(arg, 0, "B", p.n_seqs);
   check_broadcast(arg, 1, "H_q", p.h_q);
@@ -185,14 +196,12 @@ void check_score_shape(const Arg& arg, const Problem& p, const Longest& longest)
       refuse(bound_name, ": must be given with ", arg.name, " when lengths lie in device memory, but is 0");
     const int64_t needed = known < 0 ? bound : known;
     if (arg.extent(axis) < needed)
-      refuse(arg.name, ": extent ", axis, " must be 1 or at least the longest sequence's ", symbol, ", ", needed, ", but is ",
-             arg.extent(axis));
+      refuse(arg.name, ": extent ", axis, " must be 1 or at least the longest sequence's ", symbol, ", ", needed,
+             ", but is ", arg.extent(axis));
   };
   rows(2, "N_q", p.packed_q(), p.n_q, longest.q, "max_seqlen_q", p.fwd().max_seqlen_q);
   rows(3, "N_kv", p.packed_kv() || p.paged(), p.n_kv, longest.kv, "max_seqlen_kv", p.fwd().max_seqlen_kv);
 }
-
-std::string fp32_or_qs(const Arg& q) { return words("fp32 or q's, ", dtype_name(q.t.dtype)); }
 
 void check_score_options(const Args& a, const Problem& p, const Longest& longest) {
   if (given(a.mask)) {
@@ -202,7 +211,7 @@ void check_score_options(const Args& a, const Problem& p, const Longest& longest
   }
   if (given(a.bias)) {
     check_tensor(a.bias, 4, Use::kRead, a.q);
-    check_dtype(a.bias, {FFPA_FP32, a.q.t.dtype}, fp32_or_qs(a.q));
+    check_fp32_or_dtype_of(a.bias, a.q);
     check_score_shape(a.bias, p, longest);
   }
   if (given(a.alibi_slopes)) {
@@ -214,7 +223,7 @@ void check_score_options(const Args& a, const Problem& p, const Longest& longest
   }
   if (given(a.sinks)) {
     check_tensor(a.sinks, 1, Use::kRead, a.q);
-    check_dtype(a.sinks, {FFPA_FP32, a.q.t.dtype}, fp32_or_qs(a.q));
+    check_fp32_or_dtype_of(a.sinks, a.q);
     check_extent(a.sinks, 0, "H_q", "q's", p.h_q);
   }
   if (given(a.dropout_state)) {
@@ -228,7 +237,7 @@ void check_score_options(const Args& a, const Problem& p, const Longest& longest
 // o or dout: q's rows, v's width.
 void check_like_o(const Arg& arg, Use use, const Args& a, const Problem& p) {
   check_tensor(arg, 4, use, a.q);
-  check_dtype(arg, {a.q.t.dtype}, words("q's, ", dtype_name(a.q.t.dtype)));
+  check_dtype_of(arg, a.q);
   check_extent(arg, 0, "B", "q's", a.q.extent(0));
   check_extent(arg, 1, "H_q", "q's", p.h_q);
   check_extent(arg, 2, p.packed_q() ? "T_q" : "N_q", "q's", a.q.extent(2));
@@ -239,7 +248,9 @@ void check_like_o(const Arg& arg, Use use, const Args& a, const Problem& p) {
 void check_like_lse(const Arg& arg, Use use, const Args& a, const Problem& p) {
   const int32_t dtype = a.q.t.dtype == FFPA_FP64 ? FFPA_FP64 : FFPA_FP32;
   check_tensor(arg, 3, use, a.q);
-  check_dtype(arg, {dtype}, words(dtype_name(dtype), " when q is ", dtype_name(a.q.t.dtype)));
+  if (arg.t.dtype != dtype)
+    refuse(arg.name, ": dtype must be ", dtype_name(dtype), " when q is ", dtype_name(a.q.t.dtype), ", but is ",
+           dtype_name(arg.t.dtype));
   check_extent(arg, 0, "B", "q's", a.q.extent(0));
   check_extent(arg, 1, "H_q", "q's", p.h_q);
   check_extent(arg, 2, p.packed_q() ? "T_q" : "N_q", "q's", a.q.extent(2));
@@ -262,7 +273,7 @@ void check_forward(const Args& a, Problem* p) {
 
 void check_gradient(const Arg& gradient, const Arg& of, const Arg& q) {
   check_tensor(gradient, of.t.rank, Use::kWritten, q);
-  check_dtype(gradient, {of.t.dtype}, words(of.name, "'s, ", dtype_name(of.t.dtype)));
+  check_dtype_of(gradient, of);
   for (int axis = 0; axis < of.t.rank; ++axis)
     if (gradient.extent(axis) != of.extent(axis))
       refuse(gradient.name, ": extent ", axis, " must equal ", of.name, "'s, ", of.extent(axis), ", but is ",
@@ -301,7 +312,8 @@ Status validate(const ffpa_backward_problem* caller, Problem* problem) {
     const Arg dout{"dout", args.dout}, dlse{"dlse", args.dlse}, dq{"dq", args.dq}, dk{"dk", args.dk}, dv{"dv", args.dv},
         dbias{"dbias", args.dbias}, dsinks{"dsinks", args.dsinks};
     check_forward(a, problem);
-    if (present(a.block_table.t)) not_supported("block_table: must be absent in the backward, which takes no paged k and v");
+    if (present(a.block_table.t))
+      not_supported("block_table: must be absent in the backward, which takes no paged k and v");
     check_given(a.lse);
     check_like_o(dout, Use::kRead, a, *problem);
     if (given(dlse)) check_like_lse(dlse, Use::kRead, a, *problem);

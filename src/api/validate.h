@@ -1,7 +1,8 @@
-// From the caller's structs to checked ones: every rule of the contract, before any engine. SPDX-License-Identifier: Apache-2.0
+// From the caller's structs to checked ones: every rule of the contract, before any engine.
+// SPDX-License-Identifier: Apache-2.0
 //
-// Lengths and tables are read, and held against the extents, when they lie in host memory; in device memory they are the caller's
-// promise. No other tensor data is read.
+// Lengths and tables are read, and held against the extents, when they lie in host memory; in device memory they are
+// the caller's promise. No other tensor data is read.
 #pragma once
 
 #include "core/problem.h"

@@ -12,10 +12,17 @@ namespace {
 
 struct AppendArgs {
   explicit AppendArgs(const ffpa_append_problem& p)
-      : k_new{"k_new", p.k_new}, v_new{"v_new", p.v_new}, k_cache{"k_cache", p.k_cache}, v_cache{"v_cache", p.v_cache},
-        seqlens_kv{"seqlens_kv", p.seqlens_kv}, block_table{"block_table", p.block_table},
-        kv_batch_idx{"kv_batch_idx", p.kv_batch_idx}, rotary_cos{"rotary_cos", p.rotary_cos},
-        rotary_sin{"rotary_sin", p.rotary_sin}, q{"q", p.q}, q_rotated{"q_rotated", p.q_rotated} {}
+      : k_new{"k_new", p.k_new},
+        v_new{"v_new", p.v_new},
+        k_cache{"k_cache", p.k_cache},
+        v_cache{"v_cache", p.v_cache},
+        seqlens_kv{"seqlens_kv", p.seqlens_kv},
+        block_table{"block_table", p.block_table},
+        kv_batch_idx{"kv_batch_idx", p.kv_batch_idx},
+        rotary_cos{"rotary_cos", p.rotary_cos},
+        rotary_sin{"rotary_sin", p.rotary_sin},
+        q{"q", p.q},
+        q_rotated{"q_rotated", p.q_rotated} {}
   Arg k_new, v_new, k_cache, v_cache, seqlens_kv, block_table, kv_batch_idx, rotary_cos, rotary_sin, q, q_rotated;
 };
 
@@ -27,12 +34,11 @@ void check_rows(const AppendArgs& a, Append* p) {
   p->h_kv = a.k_new.extent(1);
   p->n_new = a.k_new.extent(2);
   p->d_qk = a.k_new.extent(3);
-  const std::string k_dtype = words("k_new's, ", dtype_name(a.k_new.t.dtype));
   const bool paged = given(a.block_table);
   const char* rows = paged ? "page rows" : "capacity";
 
   check_tensor(a.k_cache, 4, Use::kWritten, a.k_new);
-  check_dtype(a.k_cache, {a.k_new.t.dtype}, k_dtype);
+  check_dtype_of(a.k_cache, a.k_new);
   check_extent(a.k_cache, 1, "H_kv", "k_new's", p->h_kv);
   check_extent(a.k_cache, 3, "D_qk", "k_new's", p->d_qk);
 
@@ -40,13 +46,13 @@ void check_rows(const AppendArgs& a, Append* p) {
     check_absent(a.v_cache, "must be absent when v_new is");
   } else {
     check_tensor(a.v_new, 4, Use::kRead, a.k_new);
-    check_dtype(a.v_new, {a.k_new.t.dtype}, k_dtype);
+    check_dtype_of(a.v_new, a.k_new);
     check_extent(a.v_new, 0, "B", "k_new's", p->n_seqs);
     check_extent(a.v_new, 1, "H_kv", "k_new's", p->h_kv);
     check_extent(a.v_new, 2, "N_new", "k_new's", p->n_new);
     p->d_v = a.v_new.extent(3);
     check_tensor(a.v_cache, 4, Use::kWritten, a.k_new);
-    check_dtype(a.v_cache, {a.k_new.t.dtype}, k_dtype);
+    check_dtype_of(a.v_cache, a.k_new);
     check_extent(a.v_cache, 0, paged ? "P" : "B_cache", "k_cache's", a.k_cache.extent(0));
     check_extent(a.v_cache, 1, "H_kv", "k_new's", p->h_kv);
     check_extent(a.v_cache, 2, rows, "k_cache's", a.k_cache.extent(2));
@@ -59,14 +65,9 @@ void check_places(const AppendArgs& a, Append* p) {
   int64_t capacity = a.k_cache.extent(2);
   if (present(a.block_table.t)) {
     check_absent(a.kv_batch_idx, "must be absent with block_table, which already says where each sequence lies");
-    check_tensor(a.block_table, 2, Use::kRead, a.k_new);
-    check_dtype(a.block_table, {FFPA_INT32}, "int32");
-    check_extent(a.block_table, 0, "B", "k_new's", p->n_seqs);
+    check_block_table(a.block_table, a.k_cache, "k_new's", p->n_seqs, a.k_new);
     p->page_rows = a.k_cache.extent(2);
-    if (p->page_rows < 1) refuse("k_cache: extent 2 (page rows) must be at least 1 with block_table, but is 0");
-    if (__builtin_mul_overflow(a.block_table.extent(1), p->page_rows, &capacity))
-      refuse("block_table: extent 1 (pages per sequence) times page rows must be less than 2^63, but is ",
-             a.block_table.extent(1), " times ", p->page_rows);
+    capacity = a.block_table.extent(1) * p->page_rows;
   } else if (given(a.kv_batch_idx)) {
     check_int32_vector(a.kv_batch_idx, "B", "k_new's", p->n_seqs, a.k_new);
     check_entries(a.kv_batch_idx, a.k_cache.extent(0) - 1, "k_cache's last batch row");
@@ -80,8 +81,8 @@ void check_places(const AppendArgs& a, Append* p) {
   for (int64_t b = 0; b < p->n_seqs; ++b) {
     const int64_t length = present(a.seqlens_kv.t) ? int32_at(a.seqlens_kv.t, b) : 0;
     if (length < 0 || length > capacity - p->n_new)
-      refuse("seqlens_kv: entry ", b, " plus N_new, ", p->n_new, ", must be from ", p->n_new, " to the cache's capacity, ",
-             capacity, ", but the entry is ", length);
+      refuse("seqlens_kv: entry ", b, " plus N_new, ", p->n_new, ", must be from ", p->n_new,
+             " to the cache's capacity, ", capacity, ", but the entry is ", length);
     if (p->n_new == 0) continue;
     if (!p->page_rows) {
       targets.push_back(present(a.kv_batch_idx.t) ? int32_at(a.kv_batch_idx.t, b) : b);
@@ -91,7 +92,8 @@ void check_places(const AppendArgs& a, Append* p) {
     for (int64_t i = length / p->page_rows; i <= (length + p->n_new - 1) / p->page_rows; ++i) {
       const int64_t page = static_cast<const int32_t*>(table.data)[b * table.stride[0] + i * table.stride[1]];
       if (page < 0 || page >= a.k_cache.extent(0))
-        refuse("block_table: entry [", b, ", ", i, "] must be a page, from 0 to ", a.k_cache.extent(0) - 1, ", but is ", page);
+        refuse("block_table: entry [", b, ", ", i, "] must be a page, from 0 to ", a.k_cache.extent(0) - 1, ", but is ",
+               page);
       targets.push_back(page);
     }
   }
@@ -113,23 +115,24 @@ void check_rotation(const AppendArgs& a, Append* p) {
   }
   for (const Arg& table : {a.rotary_cos, a.rotary_sin}) {
     check_tensor(table, 2, Use::kRead, a.k_new);
-    check_dtype(table, {FFPA_FP32, a.k_new.t.dtype}, words("fp32 or k_new's, ", dtype_name(a.k_new.t.dtype)));
+    check_fp32_or_dtype_of(table, a.k_new);
   }
-  check_dtype(a.rotary_sin, {a.rotary_cos.t.dtype}, words("rotary_cos's, ", dtype_name(a.rotary_cos.t.dtype)));
+  check_dtype_of(a.rotary_sin, a.rotary_cos);
   check_extent(a.rotary_sin, 0, "positions", "rotary_cos's", a.rotary_cos.extent(0));
   check_extent(a.rotary_sin, 1, "R/2", "rotary_cos's", a.rotary_cos.extent(1));
   if (a.rotary_cos.extent(1) > p->d_qk / 2)
-    refuse("rotary_cos: extent 1 (R/2) must be at most half of D_qk, ", p->d_qk / 2, ", but is ", a.rotary_cos.extent(1));
+    refuse("rotary_cos: extent 1 (R/2) must be at most half of D_qk, ", p->d_qk / 2, ", but is ",
+           a.rotary_cos.extent(1));
   p->rotary_columns = 2 * a.rotary_cos.extent(1);
 
   int64_t n_q = 0;
   if (given(a.q)) {
     check_tensor(a.q, 4, Use::kRead, a.k_new);
-    check_dtype(a.q, {a.k_new.t.dtype}, words("k_new's, ", dtype_name(a.k_new.t.dtype)));
+    check_dtype_of(a.q, a.k_new);
     check_extent(a.q, 0, "B", "k_new's", p->n_seqs);
     check_extent(a.q, 3, "D_qk", "k_new's", p->d_qk);
     check_tensor(a.q_rotated, 4, Use::kWritten, a.k_new);
-    check_dtype(a.q_rotated, {a.k_new.t.dtype}, words("k_new's, ", dtype_name(a.k_new.t.dtype)));
+    check_dtype_of(a.q_rotated, a.k_new);
     for (int axis = 0; axis < 4; ++axis)
       check_extent(a.q_rotated, axis, std::array{"B", "H_q", "N_q", "D_qk"}[axis], "q's", a.q.extent(axis));
     n_q = p->args.rotary_q_fixed ? std::min<int64_t>(a.q.extent(2), 1) : a.q.extent(2);
@@ -139,7 +142,8 @@ void check_rotation(const AppendArgs& a, Append* p) {
   if (a.k_new.t.device_type != FFPA_CPU) return;
   const int64_t rows = std::max(p->n_new, n_q);
   for (int64_t b = 0; b < p->n_seqs; ++b)
-    if (const int64_t length = present(a.seqlens_kv.t) ? int32_at(a.seqlens_kv.t, b) : 0; length > a.rotary_cos.extent(0) - rows)
+    if (const int64_t length = present(a.seqlens_kv.t) ? int32_at(a.seqlens_kv.t, b) : 0;
+        length > a.rotary_cos.extent(0) - rows)
       refuse("rotary_cos: extent 0 (positions) must be at least ", length + rows, " for sequence ", b, ", but is ",
              a.rotary_cos.extent(0));
 }

@@ -1,20 +1,23 @@
-// Scalar conversions between 16-bit floats and fp32, round to nearest even, any compiler. SPDX-License-Identifier: Apache-2.0
+// Scalar conversions between 16-bit floats and fp32, round to nearest even, any compiler.
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <bit>
 #include <cstdint>
 
+#include "core/inline.h"
+
 namespace ffpa {
 
-inline float float_from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+FFPA_INLINE float float_from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
-inline uint16_t bf16_from_float(float value) {
+FFPA_INLINE uint16_t bf16_from_float(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);  // NaN stays NaN, quiet
   return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
-inline float float_from_fp16(uint16_t bits) {
+FFPA_INLINE float float_from_fp16(uint16_t bits) {
   const uint32_t sign = uint32_t{bits & 0x8000u} << 16;
   const uint32_t rest = bits & 0x7FFFu;
   if (rest >= 0x7C00u) return std::bit_cast<float>(sign | 0x7F800000u | (rest & 0x3FFu) << 13);
@@ -23,7 +26,7 @@ inline float float_from_fp16(uint16_t bits) {
   return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(small));
 }
 
-inline uint16_t fp16_from_float(float value) {
+FFPA_INLINE uint16_t fp16_from_float(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
   const uint32_t rest = bits & 0x7FFFFFFFu;

@@ -17,7 +17,7 @@
 #if defined(__CUDACC__)
 #define FFPA_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-#define FFPA_HOST_DEVICE inline
+#define FFPA_HOST_DEVICE [[gnu::always_inline]] inline  // compiled in many places with many flags
 #endif
 
 namespace ffpa {

@@ -9,20 +9,29 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/inline.h"
 #include "ffpa/ffpa.h"
 
 namespace ffpa {
 
 enum class Pass : int32_t { kForward = 0, kBackward = 1 };
 
-inline bool present(const ffpa_tensor& t) { return t.rank != 0; }
+FFPA_INLINE bool present(const ffpa_tensor& t) { return t.rank != 0; }
+FFPA_INLINE bool has_elements(const ffpa_tensor& t) {
+  return present(t) && std::all_of(t.extent, t.extent + t.rank, [](int64_t extent) { return extent > 0; });
+}
 
-constexpr int64_t dtype_bytes(int32_t dtype) {
+FFPA_INLINE constexpr int64_t dtype_bytes(int32_t dtype) {
   switch (dtype) {
-    case FFPA_FP64: case FFPA_INT64: return 8;
-    case FFPA_FP32: case FFPA_INT32: return 4;
-    case FFPA_FP16: case FFPA_BF16: return 2;
-    case FFPA_BOOL: case FFPA_FP8_E4M3: case FFPA_INT8: return 1;
+    case FFPA_FP64:
+    case FFPA_INT64: return 8;
+    case FFPA_FP32:
+    case FFPA_INT32: return 4;
+    case FFPA_FP16:
+    case FFPA_BF16: return 2;
+    case FFPA_BOOL:
+    case FFPA_FP8_E4M3:
+    case FFPA_INT8: return 1;
     default: return 0;
   }
 }
@@ -32,20 +41,20 @@ struct Problem {
   ffpa_backward_problem args{};  // the caller's tensors and options; only args.forward is set in the forward pass
 
   // Derived by validation.
-  int64_t n_seqs = 0;           // B
-  int64_t h_q = 0, h_kv = 0;    // heads
-  int64_t group = 1;            // G = H_q / H_kv (1 when there are no heads)
-  int64_t n_q = 0, n_kv = 0;    // rows; packed or paged: an upper bound for any sequence
+  int64_t n_seqs = 0;         // B
+  int64_t h_q = 0, h_kv = 0;  // heads
+  int64_t group = 1;          // G = H_q / H_kv (1 when there are no heads)
+  int64_t n_q = 0, n_kv = 0;  // rows; packed or paged: an upper bound for any sequence
   int64_t d_qk = 0, d_v = 0;
-  int64_t page_rows = 0;        // 0 = not paged
-  double scale = 1.0;           // resolved: 1/sqrt(D_qk) unless given (1 when D_qk is 0)
+  int64_t page_rows = 0;  // 0 = not paged
+  double scale = 1.0;     // resolved: 1/sqrt(D_qk) unless given (1 when D_qk is 0)
 
-  const ffpa_forward_problem& fwd() const { return args.forward; }
-  bool packed_q() const { return present(fwd().cu_seqlens_q); }
-  bool packed_kv() const { return present(fwd().cu_seqlens_kv); }
-  bool paged() const { return present(fwd().block_table); }
-  bool has_window() const { return fwd().window_left >= 0 || fwd().window_right >= 0; }
-  bool on_cpu() const { return fwd().q.device_type == FFPA_CPU; }
+  FFPA_INLINE const ffpa_forward_problem& fwd() const { return args.forward; }
+  FFPA_INLINE bool packed_q() const { return present(fwd().cu_seqlens_q); }
+  FFPA_INLINE bool packed_kv() const { return present(fwd().cu_seqlens_kv); }
+  FFPA_INLINE bool paged() const { return present(fwd().block_table); }
+  FFPA_INLINE bool has_window() const { return fwd().window_left >= 0 || fwd().window_right >= 0; }
+  FFPA_INLINE bool on_cpu() const { return fwd().q.device_type == FFPA_CPU; }
 };
 
 // One sequence of a problem whose lengths lie in host memory: where its rows are. Rows of q, o, lse, dq start at (q_batch, q_row);
@@ -56,11 +65,11 @@ struct Sequence {
   int64_t kv_batch = 0, kv_row = 0, n_kv = 0;
 };
 
-inline int64_t int32_at(const ffpa_tensor& t, int64_t index) {
+FFPA_INLINE int64_t int32_at(const ffpa_tensor& t, int64_t index) {
   return static_cast<const int32_t*>(t.data)[index * t.stride[0]];
 }
 
-inline Sequence sequence_at(const Problem& p, int64_t b) {
+FFPA_INLINE Sequence sequence_at(const Problem& p, int64_t b) {
   const ffpa_forward_problem& f = p.fwd();
   Sequence s;
   s.b = b;
@@ -83,7 +92,7 @@ inline Sequence sequence_at(const Problem& p, int64_t b) {
 }
 
 // Element offset of key row j of one sequence and KV head in k or v (or dk, dv); add column * stride[3].
-inline int64_t kv_row_offset(const Problem& p, const Sequence& s, const ffpa_tensor& t, int64_t head, int64_t j) {
+FFPA_INLINE int64_t kv_row_offset(const Problem& p, const Sequence& s, const ffpa_tensor& t, int64_t head, int64_t j) {
   int64_t batch = s.kv_batch, row = s.kv_row + j;
   if (p.paged()) {
     const ffpa_tensor& table = p.fwd().block_table;
@@ -94,7 +103,7 @@ inline int64_t kv_row_offset(const Problem& p, const Sequence& s, const ffpa_ten
 }
 
 // Element offset of query row i of one sequence in q, o, dout or dq; for lse take the same with rank 3.
-inline int64_t q_row_offset(const Sequence& s, const ffpa_tensor& t, int64_t head, int64_t i) {
+FFPA_INLINE int64_t q_row_offset(const Sequence& s, const ffpa_tensor& t, int64_t head, int64_t i) {
   return s.q_batch * t.stride[0] + head * t.stride[1] + (s.q_row + i) * t.stride[2];
 }
 
@@ -104,7 +113,7 @@ struct KeyRange {
   int64_t begin = 0, end = 0;
 };
 
-inline KeyRange visible_keys(const Problem& p, const Sequence& s, int64_t i) {
+FFPA_INLINE KeyRange visible_keys(const Problem& p, const Sequence& s, int64_t i) {
   const ffpa_forward_problem& f = p.fwd();
   const int64_t diagonal = f.anchor == FFPA_BOTTOM_RIGHT ? i + s.n_kv - s.n_q : i;
   KeyRange r{0, s.n_kv};
@@ -117,8 +126,10 @@ inline KeyRange visible_keys(const Problem& p, const Sequence& s, int64_t i) {
 
 // Element offset of a broadcastable [B|1, H|1, N_q|1, N_kv|1] tensor (mask, bias, dbias) at column 0; columns then step by
 // broadcast_stride(t, 3).
-inline int64_t broadcast_stride(const ffpa_tensor& t, int axis) { return t.extent[axis] == 1 ? 0 : t.stride[axis]; }
-inline int64_t broadcast_row_offset(const ffpa_tensor& t, int64_t b, int64_t h, int64_t i) {
+FFPA_INLINE int64_t broadcast_stride(const ffpa_tensor& t, int axis) {
+  return t.extent[axis] == 1 ? 0 : t.stride[axis];
+}
+FFPA_INLINE int64_t broadcast_row_offset(const ffpa_tensor& t, int64_t b, int64_t h, int64_t i) {
   return b * broadcast_stride(t, 0) + h * broadcast_stride(t, 1) + i * broadcast_stride(t, 2);
 }
 

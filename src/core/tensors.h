@@ -1,7 +1,7 @@
 // Every tensor of a problem with its name, for what concerns them all. SPDX-License-Identifier: Apache-2.0
 //
-// The problem may be const; body(const char* name, [const] ffpa_tensor&) is called for absent tensors too. A tensor added to ffpa.h
-// is added here: the fingerprint and the checks of shared memory follow.
+// The problem may be const; body(const char* name, [const] ffpa_tensor&) is called for absent tensors too. A tensor
+// added to ffpa.h is added here: the fingerprint and the checks of shared memory follow.
 #pragma once
 
 #include "ffpa/ffpa.h"

@@ -1,4 +1,5 @@
-// Words for messages: every refusal and plan is put together here, in the symbols of the contract. SPDX-License-Identifier: Apache-2.0
+// Words for messages: every refusal and plan is put together here, in the symbols of the contract.
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstdint>

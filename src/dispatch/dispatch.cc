@@ -13,11 +13,11 @@
 #include "core/words.h"
 
 // Declarations of every kernel's functions, straight from the table.
-#define FFPA_KERNEL(name, pass, engine, dtypes, min_d, max_d, scope, summary)       \
-  namespace ffpa::scope {                                                           \
-  const char* machine_lacks();                                                      \
-  std::string plan_##pass(const Problem&, Choice*);                                 \
-  Status run_##pass(const Problem&, const Choice&, void* workspace, void* stream);  \
+#define FFPA_KERNEL(name, pass, engine, dtypes, min_d, max_d, scope, summary)      \
+  namespace ffpa::scope {                                                          \
+  const char* machine_lacks();                                                     \
+  std::string plan_##pass(const Problem&, Choice*);                                \
+  Status run_##pass(const Problem&, const Choice&, void* workspace, void* stream); \
   }
 #include "dispatch/kernels.def"
 #undef FFPA_KERNEL
@@ -38,9 +38,9 @@ constexpr Pass backward = Pass::kBackward;
 }  // namespace passes
 
 constexpr Kernel kTable[] = {
-#define FFPA_KERNEL(name, pass, engine, types, min_d, max_d, scope, summary)                            \
-  {#name, summary, passes::pass, FFPA_ENGINE_##engine, dtypes::types, min_d, max_d, scope::machine_lacks, \
-   scope::plan_##pass, scope::run_##pass},
+#define FFPA_KERNEL(name, pass, engine, types, min_d, max_d, scope, summary)  \
+  {#name, summary, passes::pass,         FFPA_ENGINE_##engine, dtypes::types, \
+   min_d, max_d,   scope::machine_lacks, scope::plan_##pass,   scope::run_##pass},
 #include "dispatch/kernels.def"
 #undef FFPA_KERNEL
 };
@@ -64,8 +64,8 @@ struct Forced {
 Forced forced(const Problem& p) {
   Forced f;
   const auto unknown = [&](const char* by, std::string_view name) {
-    f.status = {FFPA_INVALID_ARGUMENT, words(by, ": must name a kernel of this build (ffpa_kernel_at lists them), but is \"",
-                                             name, "\"")};
+    f.status = {FFPA_INVALID_ARGUMENT,
+                words(by, ": must name a kernel of this build (ffpa_kernel_at lists them), but is \"", name, "\"")};
     return f;
   };
   if (const char* name = p.fwd().kernel) {
@@ -73,11 +73,12 @@ Forced forced(const Problem& p) {
     f.by = "kernel";
     if (!f.kernel) return unknown("kernel", name);
     if (f.kernel->pass != p.pass)
-      f.status = {FFPA_INVALID_ARGUMENT, words("kernel: must name a ", pass_name(p.pass), " kernel, but \"", name, "\" is a ",
-                                               pass_name(f.kernel->pass), " kernel")};
+      f.status = {FFPA_INVALID_ARGUMENT, words("kernel: must name a ", pass_name(p.pass), " kernel, but \"", name,
+                                               "\" is a ", pass_name(f.kernel->pass), " kernel")};
     else if (p.fwd().engine != FFPA_ENGINE_AUTO && p.fwd().engine != f.kernel->engine)
-      f.status = {FFPA_INVALID_ARGUMENT, words("kernel: must belong to the engine asked for, ", engine_name(p.fwd().engine),
-                                               ", but \"", name, "\" belongs to ", engine_name(f.kernel->engine))};
+      f.status = {FFPA_INVALID_ARGUMENT,
+                  words("kernel: must belong to the engine asked for, ", engine_name(p.fwd().engine), ", but \"", name,
+                        "\" belongs to ", engine_name(f.kernel->engine))};
     return f;
   }
   if (p.fwd().engine != FFPA_ENGINE_AUTO) {
@@ -103,7 +104,8 @@ std::string row_refuses(const Kernel& k, const Problem& p) {
   const ffpa_forward_problem& f = p.fwd();
   const int32_t reads = k.engine == FFPA_ENGINE_CUDA ? FFPA_CUDA : FFPA_CPU;
   if (f.q.device_type != reads)
-    return words("q: must lie in ", device_name(reads), " memory, but lies in ", device_name(f.q.device_type), " memory");
+    return words("q: must lie in ", device_name(reads), " memory, but lies in ", device_name(f.q.device_type),
+                 " memory");
   if (!(k.dtypes >> f.q.dtype & 1u)) return words("q: dtype ", dtype_name(f.q.dtype), " is not one it takes");
   for (const auto& [symbol, d] : {std::pair{"D_qk", p.d_qk}, {"D_v", p.d_v}}) {
     if (d < k.min_d) return words(symbol, ": must be at least ", k.min_d, ", but is ", d);
@@ -144,7 +146,8 @@ Decision decide(const Problem& p) {
   }
   std::string text = words("no ", pass_name(p.pass), " kernel takes this problem");
   if (force.kernel) text = words(force.by, " \"", force.kernel->name, "\" does not take this problem");
-  if (force.engine != FFPA_ENGINE_AUTO) text = words("engine \"", engine_name(force.engine), "\" does not take this problem");
+  if (force.engine != FFPA_ENGINE_AUTO)
+    text = words("engine \"", engine_name(force.engine), "\" does not take this problem");
   const char* separator = ": ";
   int named = 0;
   for (const Refused& r : d.better) {
@@ -163,16 +166,16 @@ std::string explain(const Decision& d) {
   std::string text;
   if (d.status.code != FFPA_OK) text = words("error: ", d.status.text, "\n");
   if (d.kernel)
-    text = words("kernel: ", d.kernel->name, "\nengine: ", engine_name(d.kernel->engine), "\nworkspace: ",
-                 d.choice.workspace_bytes, " bytes\nsplits: ", d.choice.num_splits, "\n");
+    text = words("kernel: ", d.kernel->name, "\nengine: ", engine_name(d.kernel->engine),
+                 "\nworkspace: ", d.choice.workspace_bytes, " bytes\nsplits: ", d.choice.num_splits, "\n");
   for (const Refused& r : d.better) text += words("refused ", r.kernel->name, ": ", r.reason, "\n");
   return text;
 }
 
 std::string describe(const Problem& p) {
   const ffpa_forward_problem& f = p.fwd();
-  std::string text = words(pass_name(p.pass), " ", dtype_name(f.q.dtype), " B ", p.n_seqs, ", H_q ", p.h_q, ", H_kv ", p.h_kv,
-                           ", N_q ", p.n_q, ", N_kv ", p.n_kv, ", D_qk ", p.d_qk, ", D_v ", p.d_v);
+  std::string text = words(pass_name(p.pass), " ", dtype_name(f.q.dtype), " B ", p.n_seqs, ", H_q ", p.h_q, ", H_kv ",
+                           p.h_kv, ", N_q ", p.n_q, ", N_kv ", p.n_kv, ", D_qk ", p.d_qk, ", D_v ", p.d_v);
   if (p.packed_q()) text += ", packed q";
   if (p.packed_kv()) text += ", packed k and v";
   if (p.paged()) text += words(", pages of ", p.page_rows);
@@ -191,17 +194,16 @@ std::string describe(const Problem& p) {
   return text;
 }
 
-// ------------------------------------------------------------------------------------------------------------ fingerprint
+// ------------------------------------------------------------------------------------------------------------
+// fingerprint
 
 namespace {
 
 class Hash {
  public:
-  void add(uint64_t value) {  // one round of splitmix64's finaliser per word
-    state_ = (state_ ^ value) + 0x9E3779B97F4A7C15u;
-    state_ = (state_ ^ state_ >> 30) * 0xBF58476D1CE4E5B9u;
-    state_ = (state_ ^ state_ >> 27) * 0x94D049BB133111EBu;
-    state_ ^= state_ >> 31;
+  void add(uint64_t value) {  // the two halves of a 128-bit product, folded
+    const auto product = static_cast<unsigned __int128>(state_ ^ value ^ 0x9E3779B97F4A7C15u) * 0xBF58476D1CE4E5B9u;
+    state_ = static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
   }
   void add_signed(int64_t value) { add(static_cast<uint64_t>(value)); }
   void add(double value) { add(std::bit_cast<uint64_t>(value)); }
@@ -242,7 +244,8 @@ uint64_t fingerprint(const Problem& p) {
   return h.value();
 }
 
-// -------------------------------------------------------------------------------------------------------------------- log
+// --------------------------------------------------------------------------------------------------------------------
+// log
 
 void log_plan(const Problem& p, uint64_t fingerprint, const Decision& d) {
   const char* wanted = std::getenv("FFPA_LOG");

@@ -23,12 +23,12 @@ struct Status {
 
 // A row of kernels.def. Kernels stand there best first; the dispatcher takes the first whose `plan` returns an empty reason.
 struct Kernel {
-  const char* name;     // <arch>_<pass>_<idea>
+  const char* name;  // <arch>_<pass>_<idea>
   const char* summary;
   Pass pass;
   ffpa_engine engine;
-  uint32_t dtypes;      // bit (1 << ffpa_dtype)
-  int64_t min_d, max_d; // max_d 0 = no limit
+  uint32_t dtypes;       // bit (1 << ffpa_dtype)
+  int64_t min_d, max_d;  // max_d 0 = no limit
   // nullptr if this machine can run it, else the reason (static text), e.g. "needs AVX-512".
   const char* (*machine_lacks)();
   // Fill *choice, or return one sentence naming argument, rule and value. Dtypes, head dims and device were checked from the row.

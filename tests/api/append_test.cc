@@ -10,28 +10,10 @@
 #include <tuple>
 
 #include "api/problems.h"
-#include "core/half.h"
+#include "core/element.h"
 
 namespace ffpa::test {
 namespace {
-
-double get(const ffpa_tensor& t, int64_t index) {
-  switch (t.dtype) {
-    case FFPA_FP64: return static_cast<const double*>(t.data)[index];
-    case FFPA_FP32: return static_cast<const float*>(t.data)[index];
-    case FFPA_FP16: return float_from_fp16(static_cast<const uint16_t*>(t.data)[index]);
-    default: return float_from_bf16(static_cast<const uint16_t*>(t.data)[index]);
-  }
-}
-
-void set(const ffpa_tensor& t, int64_t index, double value) {
-  switch (t.dtype) {
-    case FFPA_FP64: static_cast<double*>(t.data)[index] = value; break;
-    case FFPA_FP32: static_cast<float*>(t.data)[index] = static_cast<float>(value); break;
-    case FFPA_FP16: static_cast<uint16_t*>(t.data)[index] = fp16_from_float(static_cast<float>(value)); break;
-    default: static_cast<uint16_t*>(t.data)[index] = bf16_from_float(static_cast<float>(value)); break;
-  }
-}
 
 int64_t count(const ffpa_tensor& t) {
   int64_t n = 1;
@@ -41,7 +23,7 @@ int64_t count(const ffpa_tensor& t) {
 
 void randomise(const ffpa_tensor& t, std::mt19937& rng) {
   std::uniform_real_distribution<double> uniform(-2, 2);
-  for (int64_t i = 0; i < count(t); ++i) set(t, i, uniform(rng));
+  for (int64_t i = 0; i < count(t); ++i) store_element(t, i, uniform(rng));
 }
 
 int64_t at(const ffpa_tensor& t, int64_t a, int64_t b, int64_t c, int64_t d) {
@@ -72,26 +54,30 @@ struct Appending {
       p.q_rotated = m.tensor(dtype, {3, 6, 2, 10});
     }
     std::mt19937 rng(7);
-    for (ffpa_tensor* t : {&p.k_new, &p.v_new, &p.q}) if (t->rank) randomise(*t, rng);
-    for (ffpa_tensor* t : {&p.k_cache, &p.v_cache}) for (int64_t i = 0; i < count(*t); ++i) set(*t, i, kUntouched);
+    for (ffpa_tensor* t : {&p.k_new, &p.v_new, &p.q})
+      if (t->rank) randomise(*t, rng);
+    for (ffpa_tensor* t : {&p.k_cache, &p.v_cache})
+      for (int64_t i = 0; i < count(*t); ++i) store_element(*t, i, kUntouched);
     for (int64_t i = 0; i < 16 * rotary / 2; ++i) {
-      const double angle = static_cast<double>(i / (rotary / 2)) * std::pow(100.0, -2.0 * static_cast<double>(i % (rotary / 2)) / static_cast<double>(rotary));
-      set(p.rotary_cos, i, std::cos(angle));
-      set(p.rotary_sin, i, std::sin(angle));
+      const double angle = static_cast<double>(i / (rotary / 2)) *
+                           std::pow(100.0, -2.0 * static_cast<double>(i % (rotary / 2)) / static_cast<double>(rotary));
+      store_element(p.rotary_cos, i, std::cos(angle));
+      store_element(p.rotary_sin, i, std::sin(angle));
     }
   }
 
   // Column d of a row turned to `position`, in double from the stored inputs.
   double rotated(const ffpa_tensor& t, int64_t row, int64_t d, int64_t position) const {
     const int64_t columns = p.rotary_cos.rank ? 2 * p.rotary_cos.extent[1] : 0;
-    const double x = get(t, row + d);
+    const double x = load_element(t, row + d);
     if (d >= columns) return x;
     const int64_t half = columns / 2;
     const int64_t pair = p.rotary_interleaved ? d / 2 : d % half;
     const bool first = p.rotary_interleaved ? d % 2 == 0 : d < half;
     const int64_t other = p.rotary_interleaved ? (first ? d + 1 : d - 1) : (first ? d + half : d - half);
-    const double c = get(p.rotary_cos, position * half + pair), s = get(p.rotary_sin, position * half + pair);
-    return first ? x * c - get(t, row + other) * s : x * c + get(t, row + other) * s;
+    const double c = load_element(p.rotary_cos, position * half + pair),
+                 s = load_element(p.rotary_sin, position * half + pair);
+    return first ? x * c - load_element(t, row + other) * s : x * c + load_element(t, row + other) * s;
   }
 };
 
@@ -104,7 +90,10 @@ TEST_P(AppendTest, FollowsPlainLoops) {
     a.p.rotary_interleaved = interleaved;
     a.p.rotary_q_fixed = fixed;
     ASSERT_EQ(ffpa_append(&a.p, nullptr), FFPA_OK) << ffpa_last_error();
-    const double tolerance = dtype == FFPA_FP64 ? 1e-14 : dtype == FFPA_FP32 ? 1e-6 : dtype == FFPA_FP16 ? 2e-3 : 1.6e-2;
+    const double tolerance = dtype == FFPA_FP64   ? 1e-14
+                             : dtype == FFPA_FP32 ? 1e-6
+                             : dtype == FFPA_FP16 ? 2e-3
+                                                  : 1.6e-2;
 
     std::map<int64_t, double> k_wanted, v_wanted;  // by element of the cache
     for (int64_t b = 0; b < 3; ++b)
@@ -116,31 +105,33 @@ TEST_P(AppendTest, FollowsPlainLoops) {
           if (cache == Cache::kPaged) batch = ints(a.p.block_table)[b * 4 + position / 3], row = position % 3;
           for (int64_t d = 0; d < 10; ++d)
             k_wanted[at(a.p.k_cache, batch, h, row, d)] = a.rotated(a.p.k_new, at(a.p.k_new, b, h, j, 0), d, position);
-          for (int64_t d = 0; d < 5; ++d) v_wanted[at(a.p.v_cache, batch, h, row, d)] = get(a.p.v_new, at(a.p.v_new, b, h, j, d));
+          for (int64_t d = 0; d < 5; ++d)
+            v_wanted[at(a.p.v_cache, batch, h, row, d)] = load_element(a.p.v_new, at(a.p.v_new, b, h, j, d));
         }
     ASSERT_EQ(k_wanted.size(), 3u * 2 * 4 * 10);
     for (int64_t i = 0; i < count(a.p.k_cache); ++i)
       if (const auto w = k_wanted.find(i); w != k_wanted.end())
-        ASSERT_NEAR(get(a.p.k_cache, i), w->second, tolerance) << "k element " << i;
+        ASSERT_NEAR(load_element(a.p.k_cache, i), w->second, tolerance) << "k element " << i;
       else
-        ASSERT_EQ(get(a.p.k_cache, i), kUntouched) << "k element " << i << " was not to be written";
+        ASSERT_EQ(load_element(a.p.k_cache, i), kUntouched) << "k element " << i << " was not to be written";
     for (int64_t i = 0; i < count(a.p.v_cache); ++i)
-      ASSERT_EQ(get(a.p.v_cache, i), v_wanted.contains(i) ? v_wanted[i] : kUntouched) << "v element " << i;
+      ASSERT_EQ(load_element(a.p.v_cache, i), v_wanted.contains(i) ? v_wanted[i] : kUntouched) << "v element " << i;
     if (rotary)
       for (int64_t b = 0; b < 3; ++b)
         for (int64_t h = 0; h < 6; ++h)
           for (int64_t i = 0; i < 2; ++i)
             for (int64_t d = 0; d < 10; ++d) {
               const int64_t row = at(a.p.q, b, h, i, 0), position = ints(a.p.seqlens_kv)[b] + (fixed ? 0 : i);
-              ASSERT_NEAR(get(a.p.q_rotated, row + d), a.rotated(a.p.q, row, d, position), tolerance) << "q " << b << h << i << d;
+              ASSERT_NEAR(load_element(a.p.q_rotated, row + d), a.rotated(a.p.q, row, d, position), tolerance)
+                  << "q " << b << h << i << d;
             }
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, AppendTest,
                          testing::Combine(testing::Values(Cache::kDense, Cache::kIndexed, Cache::kPaged),
-                                          testing::Values(FFPA_FP64, FFPA_FP32, FFPA_FP16, FFPA_BF16), testing::Values(0, 8, 10),
-                                          testing::Values(0, 1), testing::Values(0, 1)));
+                                          testing::Values(FFPA_FP64, FFPA_FP32, FFPA_FP16, FFPA_BF16),
+                                          testing::Values(0, 8, 10), testing::Values(0, 1), testing::Values(0, 1)));
 
 TEST(Append, RotatesQueriesInPlaceAndAnyStrides) {
   Appending a(Cache::kDense, FFPA_FP32, 8, FFPA_FP32), b(Cache::kDense, FFPA_FP32, 8, FFPA_FP32);
@@ -150,16 +141,42 @@ TEST(Append, RotatesQueriesInPlaceAndAnyStrides) {
   b.p.k_cache.stride[0] = 240, b.p.k_cache.stride[1] = 1, b.p.k_cache.stride[2] = 20, b.p.k_cache.stride[3] = 2;
   ASSERT_EQ(ffpa_append(&a.p, nullptr), FFPA_OK) << ffpa_last_error();
   ASSERT_EQ(ffpa_append(&b.p, nullptr), FFPA_OK) << ffpa_last_error();
-  for (int64_t i = 0; i < count(a.p.q); ++i) ASSERT_EQ(get(a.p.q_rotated, i), get(b.p.q, i));
+  for (int64_t i = 0; i < count(a.p.q); ++i) ASSERT_EQ(load_element(a.p.q_rotated, i), load_element(b.p.q, i));
   for (int64_t h = 0; h < 2; ++h)
-    for (int64_t d = 0; d < 10; ++d) ASSERT_EQ(get(a.p.k_cache, at(a.p.k_cache, 1, h, 8, d)), get(b.p.k_cache, at(b.p.k_cache, 1, h, 8, d)));
+    for (int64_t d = 0; d < 10; ++d)
+      ASSERT_EQ(load_element(a.p.k_cache, at(a.p.k_cache, 1, h, 8, d)),
+                load_element(b.p.k_cache, at(b.p.k_cache, 1, h, 8, d)));
+}
+
+TEST(Append, ThreadsChangeNothing) {
+  std::vector<float> results[2];
+  for (const int32_t threads : {1, 3}) {
+    Memory m;
+    ffpa_append_problem p;
+    ffpa_append_problem_init(&p);
+    std::mt19937 rng(3);
+    p.k_new = m.tensor(FFPA_FP32, {2, 3, 64, 128});  // large enough to be shared out
+    p.v_new = m.tensor(FFPA_FP32, {2, 3, 64, 128});
+    p.q = m.tensor(FFPA_FP32, {2, 6, 64, 128});
+    p.rotary_cos = m.tensor(FFPA_FP32, {64, 32});
+    p.rotary_sin = m.tensor(FFPA_FP32, {64, 32});
+    for (const ffpa_tensor* t : {&p.k_new, &p.v_new, &p.q, &p.rotary_cos, &p.rotary_sin}) randomise(*t, rng);
+    p.k_cache = m.tensor(FFPA_FP32, {2, 3, 70, 128});
+    p.v_cache = m.tensor(FFPA_FP32, {2, 3, 70, 128});
+    p.q_rotated = m.tensor(FFPA_FP32, {2, 6, 64, 128});
+    p.num_threads = threads;
+    ASSERT_EQ(ffpa_append(&p, nullptr), FFPA_OK) << ffpa_last_error();
+    for (const ffpa_tensor* t : {&p.k_cache, &p.v_cache, &p.q_rotated})
+      for (int64_t i = 0; i < count(*t); ++i) results[threads == 3].push_back(static_cast<float>(load_element(*t, i)));
+  }
+  EXPECT_EQ(results[0], results[1]);
 }
 
 TEST(Append, NothingToAppend) {
   Appending a(Cache::kDense, FFPA_FP32, 0, FFPA_FP32);
   a.p.k_new.extent[2] = a.p.v_new.extent[2] = 0;
   EXPECT_EQ(ffpa_append(&a.p, nullptr), FFPA_OK) << ffpa_last_error();
-  for (int64_t i = 0; i < count(a.p.k_cache); ++i) ASSERT_EQ(get(a.p.k_cache, i), kUntouched);
+  for (int64_t i = 0; i < count(a.p.k_cache); ++i) ASSERT_EQ(load_element(a.p.k_cache, i), kUntouched);
 }
 
 TEST(Append, Refusals) {
@@ -171,14 +188,17 @@ TEST(Append, Refusals) {
   };
   const Case cases[] = {
       {Cache::kDense, 0, [](Appending& a) { a.p.struct_size = 1; },
-       "struct_size: must be " + std::to_string(sizeof(ffpa_append_problem)) + " (set by ffpa_append_problem_init), but is 1"},
+       "struct_size: must be " + std::to_string(sizeof(ffpa_append_problem)) +
+           " (set by ffpa_append_problem_init), but is 1"},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_new = {}; }, "k_new: must be given, but is absent"},
       {Cache::kDense, 0, [](Appending& a) { a.p.v_new = {}; }, "v_cache: must be absent when v_new is"},
       {Cache::kDense, 0, [](Appending& a) { a.p.v_new = a.p.v_cache = {}; }, ""},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_new.dtype = FFPA_INT32; },
        "k_new: dtype must be fp64, fp32, fp16 or bf16, but is int32"},
-      {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.dtype = FFPA_FP16; }, "k_cache: dtype must be k_new's, fp32, but is fp16"},
-      {Cache::kDense, 0, [](Appending& a) { a.p.v_new.extent[2] = 3; }, "v_new: extent 2 (N_new) must equal k_new's, 4, but is 3"},
+      {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.dtype = FFPA_FP16; },
+       "k_cache: dtype must be k_new's, fp32, but is fp16"},
+      {Cache::kDense, 0, [](Appending& a) { a.p.v_new.extent[2] = 3; },
+       "v_new: extent 2 (N_new) must equal k_new's, 4, but is 3"},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.extent[1] = 1; },
        "k_cache: extent 1 (H_kv) must equal k_new's, 2, but is 1"},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.extent[3] = 9; },
@@ -186,7 +206,8 @@ TEST(Append, Refusals) {
       {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.extent[0] = a.p.v_cache.extent[0] = 2; },
        "k_cache: extent 0 (B_cache) must be at least k_new's B, 3, but is 2"},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.stride[2] = 0; },
-       "k_cache: is written, so its strides must place elements without overlap, but extents are [5, 2, 12, 10] and strides "
+       "k_cache: is written, so its strides must place elements without overlap, but extents are [5, 2, 12, 10] and "
+       "strides "
        "[240, 120, 0, 1]"},
       {Cache::kDense, 0, [](Appending& a) { ints(a.p.seqlens_kv)[1] = 9; },
        "seqlens_kv: entry 1 plus N_new, 4, must be from 4 to the cache's capacity, 12, but the entry is 9"},
@@ -204,7 +225,8 @@ TEST(Append, Refusals) {
        "kv_batch_idx: must be absent with block_table, which already says where each sequence lies"},
       {Cache::kDense, 0, [](Appending& a) { a.p.q = a.m.tensor(FFPA_FP32, {3, 2, 2, 10}); },
        "q: must be absent when rotary_cos is: there is nothing to do to it"},
-      {Cache::kDense, 8, [](Appending& a) { a.p.rotary_interleaved = 3; }, "rotary_interleaved: must be 0 or 1, but is 3"},
+      {Cache::kDense, 8, [](Appending& a) { a.p.rotary_interleaved = 3; },
+       "rotary_interleaved: must be 0 or 1, but is 3"},
       {Cache::kDense, 8, [](Appending& a) { a.p.rotary_sin = {}; }, "rotary_sin: must be given, but is absent"},
       {Cache::kDense, 8, [](Appending& a) { a.p.rotary_sin.extent[1] = 3; },
        "rotary_sin: extent 1 (R/2) must equal rotary_cos's, 4, but is 3"},
@@ -215,7 +237,8 @@ TEST(Append, Refusals) {
       {Cache::kDense, 8, [](Appending& a) { a.p.rotary_cos.dtype = FFPA_BF16; },
        "rotary_cos: dtype must be fp32 or k_new's, fp32, but is bf16"},
       {Cache::kDense, 8, [](Appending& a) { a.p.q_rotated = {}; }, "q_rotated: must be given, but is absent"},
-      {Cache::kDense, 8, [](Appending& a) { a.p.q.extent[3] = 9; }, "q: extent 3 (D_qk) must equal k_new's, 10, but is 9"},
+      {Cache::kDense, 8, [](Appending& a) { a.p.q.extent[3] = 9; },
+       "q: extent 3 (D_qk) must equal k_new's, 10, but is 9"},
       {Cache::kDense, 8, [](Appending& a) { a.p.q_rotated.extent[2] = 1; },
        "q_rotated: extent 2 (N_q) must equal q's, 2, but is 1"},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.data = a.p.k_new.data; },
@@ -235,7 +258,7 @@ TEST(Append, Refusals) {
     EXPECT_EQ(status, FFPA_INVALID_ARGUMENT);
     EXPECT_EQ(ffpa_last_error(), c.text);
     if (cache.dtype != FFPA_FP32 || cache.data == a.p.k_new.data) continue;
-    EXPECT_EQ(get(cache, 0), kUntouched) << "nothing is written";
+    EXPECT_EQ(load_element(cache, 0), kUntouched) << "nothing is written";
   }
   EXPECT_EQ(ffpa_append(nullptr, nullptr), FFPA_INVALID_ARGUMENT);
   EXPECT_STREQ(ffpa_last_error(), "problem: must not be null");

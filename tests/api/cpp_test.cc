@@ -1,10 +1,10 @@
 // ffpa.hpp: views, workspace, exceptions. SPDX-License-Identifier: Apache-2.0
-#include "ffpa/ffpa.hpp"
-
 #include <gtest/gtest.h>
 
 #include <array>
 #include <cmath>
+
+#include "ffpa/ffpa.hpp"
 
 namespace {
 
@@ -40,11 +40,14 @@ TEST(Cpp, TensorViews) {
 
 TEST(Cpp, TensorsThatReachTooFar) {
   std::vector<float> x(24);
-  expect_error(FFPA_INVALID_ARGUMENT, "tensor: extents and strides must stay within the range's 24 elements, but reach 25",
+  expect_error(FFPA_INVALID_ARGUMENT,
+               "tensor: extents and strides must stay within the range's 24 elements, but reach 25",
                [&] { ffpa::tensor(x, {5, 5}); });
-  expect_error(FFPA_INVALID_ARGUMENT, "tensor: extents and strides must stay within the range's 24 elements, but reach 31",
+  expect_error(FFPA_INVALID_ARGUMENT,
+               "tensor: extents and strides must stay within the range's 24 elements, but reach 31",
                [&] { ffpa::tensor(x, {4, 1}, {10, 1}); });
-  expect_error(FFPA_INVALID_ARGUMENT, "tensor: must have 1 to 4 extents, but has 5", [&] { ffpa::tensor(x, {1, 1, 1, 1, 1}); });
+  expect_error(FFPA_INVALID_ARGUMENT, "tensor: must have 1 to 4 extents, but has 5",
+               [&] { ffpa::tensor(x, {1, 1, 1, 1, 1}); });
   expect_error(FFPA_INVALID_ARGUMENT, "tensor: must have as many strides as extents, 2, but has 1",
                [&] { ffpa::tensor(x, {2, 2}, {1}); });
   expect_error(FFPA_INVALID_ARGUMENT, "tensor: extents must multiply to less than 2^63",

@@ -62,7 +62,8 @@ TEST(Table, RowsAreWellFormed) {
 TEST(Table, IndexIsChecked) {
   ffpa_kernel_info info{};
   EXPECT_EQ(ffpa_kernel_at(0, &info), FFPA_INVALID_ARGUMENT);
-  EXPECT_EQ(ffpa_last_error(), "info: struct_size must be sizeof(ffpa_kernel_info), " + std::to_string(sizeof info) + ", but is 0");
+  EXPECT_EQ(ffpa_last_error(),
+            "info: struct_size must be sizeof(ffpa_kernel_info), " + std::to_string(sizeof info) + ", but is 0");
   info.struct_size = sizeof info;
   EXPECT_EQ(ffpa_kernel_at(-1, &info), FFPA_INVALID_ARGUMENT);
   EXPECT_EQ(ffpa_last_error(), "index: must be from 0 to " + std::to_string(ffpa_kernel_count() - 1) + ", but is -1");
@@ -82,7 +83,8 @@ TEST(Plan, TakesTheFirstThatTakesIt) {
   EXPECT_NE(plan.fingerprint, 0u);
   const std::string text = explained(f->p);
   EXPECT_EQ(text.find("kernel: " + kernel_name(plan) + "\nengine: "), 0u) << text;
-  EXPECT_NE(text.find("\nworkspace: " + std::to_string(plan.workspace_bytes) + " bytes\nsplits: "), std::string::npos) << text;
+  EXPECT_NE(text.find("\nworkspace: " + std::to_string(plan.workspace_bytes) + " bytes\nsplits: "), std::string::npos)
+      << text;
   for (int i = 0; i < plan.kernel; ++i) {  // each better one of this pass is named with a reason
     const Kernel& k = kernel_table()[i];
     if (k.pass != Pass::kForward) continue;
@@ -121,8 +123,9 @@ TEST(Plan, ForcedByTheEnvironment) {
   {
     const Environment env("FFPA_KERNEL", "no_such_kernel");
     EXPECT_EQ(ffpa_forward_plan(&f->p, &plan), FFPA_INVALID_ARGUMENT);
-    EXPECT_STREQ(ffpa_last_error(),
-                 "FFPA_KERNEL: must name a kernel of this build (ffpa_kernel_at lists them), but is \"no_such_kernel\"");
+    EXPECT_STREQ(
+        ffpa_last_error(),
+        "FFPA_KERNEL: must name a kernel of this build (ffpa_kernel_at lists them), but is \"no_such_kernel\"");
     f->p.engine = FFPA_ENGINE_REF;  // the problem's own wish comes first
     EXPECT_EQ(ffpa_forward_plan(&f->p, &plan), FFPA_OK) << ffpa_last_error();
   }
@@ -168,6 +171,19 @@ TEST(Run, ComputesWhatWasPlanned) {
   EXPECT_FLOAT_EQ(*static_cast<float*>(f->p.lse.data), std::log(2.f));
 }
 
+TEST(Run, NothingToWriteTakesNoTime) {
+  const auto f = dense();
+  for (ffpa_tensor* t : {&f->p.q, &f->p.k, &f->p.v, &f->p.o, &f->p.lse}) {
+    t->extent[0] = int64_t{1} << 30;
+    t->extent[1] = int64_t{1} << 20;
+    t->stride[0] = t->stride[1] = 0;
+  }
+  f->p.q.extent[2] = f->p.o.extent[2] = f->p.lse.extent[2] = 0;
+  ffpa_plan plan;
+  ASSERT_EQ(ffpa_forward_plan(&f->p, &plan), FFPA_OK) << ffpa_last_error();
+  EXPECT_EQ(run(f->p, plan), FFPA_OK) << ffpa_last_error();
+}
+
 TEST(Run, RefusesAnotherProblem) {
   const auto f = dense(), other = dense({.n_q = 2});
   const auto b = backward();
@@ -176,7 +192,8 @@ TEST(Run, RefusesAnotherProblem) {
   ASSERT_EQ(ffpa_backward_plan(&b->p, &plan_back), FFPA_OK) << ffpa_last_error();
   EXPECT_EQ(run(other->p, plan), FFPA_INVALID_ARGUMENT);
   EXPECT_EQ(std::string(ffpa_last_error()),
-            "plan: must have been made for this problem's extents, strides, dtypes, options and alignment, but its fingerprint "
+            "plan: must have been made for this problem's extents, strides, dtypes, options and alignment, but its "
+            "fingerprint "
             "differs (forward fp32 B 2, H_q 4, H_kv 2, N_q 2, N_kv 5, D_qk 8, D_v 6)");
   EXPECT_EQ(run(f->p, plan_back), FFPA_INVALID_ARGUMENT) << "a backward plan";
   EXPECT_EQ(run(f->p, ffpa_plan{}), FFPA_INVALID_ARGUMENT) << "no plan";
@@ -207,7 +224,8 @@ TEST(Run, WantsItsWorkspace) {
                                    std::to_string(plan.workspace_bytes - 1));
   EXPECT_EQ(ffpa_forward_run(&f->p, &plan, nullptr, plan.workspace_bytes, nullptr), FFPA_WORKSPACE);
   EXPECT_EQ(ffpa_last_error(), "workspace: must not be null, since the plan needs " + bytes + " bytes");
-  EXPECT_EQ(ffpa_forward_run(&f->p, &plan, static_cast<char*>(workspace.at) + 16, plan.workspace_bytes, nullptr), FFPA_WORKSPACE);
+  EXPECT_EQ(ffpa_forward_run(&f->p, &plan, static_cast<char*>(workspace.at) + 16, plan.workspace_bytes, nullptr),
+            FFPA_WORKSPACE);
   EXPECT_STREQ(ffpa_last_error(), "workspace: must be aligned to 256 bytes, but is off by 16");
   EXPECT_EQ(ffpa_forward_run(&f->p, &plan, workspace.at, plan.workspace_bytes, nullptr), FFPA_OK) << ffpa_last_error();
 }
@@ -271,7 +289,8 @@ TEST(Fingerprint, DoesNotSeeAddressesLengthsOrSeeds) {
   EXPECT_EQ(fingerprint_of(a->p), fingerprint_of(b->p));
 }
 
-// ------------------------------------------------------------------------------------------------------------ log, threads
+// ------------------------------------------------------------------------------------------------------------ log,
+// threads
 
 TEST(Log, PrintsEachPlanOnce) {
   const auto f = dense({.n_q = 17, .n_kv = 19});
@@ -306,7 +325,8 @@ TEST(LastError, IsEachThreadsOwn) {
       for (int i = 0; i < 200; ++i) {
         ffpa_plan p;
         if (ffpa_forward_plan(&g->p, &p) != FFPA_INVALID_ARGUMENT) ++wrong;
-        const std::string wanted = "k: extent 3 (D_qk) must equal q's, " + std::to_string(100 + id) + ", but is " + std::to_string(id);
+        const std::string wanted =
+            "k: extent 3 (D_qk) must equal q's, " + std::to_string(100 + id) + ", but is " + std::to_string(id);
         if (ffpa_last_error() != wanted) ++wrong;
       }
     });

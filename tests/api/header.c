@@ -12,12 +12,23 @@ static const struct {
   const char* name;
   function address;
 } table[] = {
-    ENTRY(ffpa_last_error),       ENTRY(ffpa_status_name),        ENTRY(ffpa_version),
-    ENTRY(ffpa_forward_problem_init), ENTRY(ffpa_backward_problem_init), ENTRY(ffpa_append_problem_init),
-    ENTRY(ffpa_forward_plan),     ENTRY(ffpa_backward_plan),      ENTRY(ffpa_forward_run),
-    ENTRY(ffpa_backward_run),     ENTRY(ffpa_forward_explain),    ENTRY(ffpa_backward_explain),
-    ENTRY(ffpa_append),           ENTRY(ffpa_kernel_count),       ENTRY(ffpa_kernel_at),
-    ENTRY(ffpa_device_count),     ENTRY(ffpa_device_at),
+    ENTRY(ffpa_last_error),
+    ENTRY(ffpa_status_name),
+    ENTRY(ffpa_version),
+    ENTRY(ffpa_forward_problem_init),
+    ENTRY(ffpa_backward_problem_init),
+    ENTRY(ffpa_append_problem_init),
+    ENTRY(ffpa_forward_plan),
+    ENTRY(ffpa_backward_plan),
+    ENTRY(ffpa_forward_run),
+    ENTRY(ffpa_backward_run),
+    ENTRY(ffpa_forward_explain),
+    ENTRY(ffpa_backward_explain),
+    ENTRY(ffpa_append),
+    ENTRY(ffpa_kernel_count),
+    ENTRY(ffpa_kernel_at),
+    ENTRY(ffpa_device_count),
+    ENTRY(ffpa_device_at),
 };
 enum { COUNT = sizeof table / sizeof table[0] };
 
@@ -66,12 +77,14 @@ int main(int argc, char** argv) {
   expect(ffpa_device_count(FFPA_CPU) == 1, "one CPU");
   expect(ffpa_device_count((ffpa_device_type)7) == 0, "no devices of an unknown type");
   device.struct_size = sizeof device;
-  expect(ffpa_device_at(FFPA_CPU, 0, &device) == FFPA_OK && device.name[0] && device.processors > 0 && device.memory_bytes > 0,
+  expect(ffpa_device_at(FFPA_CPU, 0, &device) == FFPA_OK && device.name[0] && device.processors > 0 &&
+             device.memory_bytes > 0,
          "ffpa_device_at");
   expect(ffpa_kernel_count() > 0, "there are kernels");
   kernel.struct_size = sizeof kernel;
   for (i = 0; i < ffpa_kernel_count(); ++i)
-    expect(ffpa_kernel_at(i, &kernel) == FFPA_OK && kernel.name[0] && kernel.summary[0] && kernel.dtypes, "ffpa_kernel_at");
+    expect(ffpa_kernel_at(i, &kernel) == FFPA_OK && kernel.name[0] && kernel.summary[0] && kernel.dtypes,
+           "ffpa_kernel_at");
   ffpa_forward_problem_init(&problem);
   expect(problem.struct_size == sizeof problem && problem.window_left == -1 && problem.window_right == -1, "init");
   expect(ffpa_forward_plan(&problem, &plan) == FFPA_INVALID_ARGUMENT, "an empty problem is refused");

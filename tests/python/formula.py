@@ -1,4 +1,5 @@
-"""The contract as a formula, in float64 and one sequence at a time: what the tests of the Python functions compare with."""
+"""The contract as a formula, in float64 and one sequence at a time: what the tests of the Python functions compare
+with."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def attend(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [H_q, N_q, D], k [H_kv, N_kv, D], v [H_kv, N_kv, D_v] -> out [H_q, N_q, D_v], lse [H_q, N_q], probabilities, in float64.
+    """q [H_q, N_q, D], k [H_kv, N_kv, D], v [H_kv, N_kv, D_v] -> out [H_q, N_q, D_v], lse [H_q, N_q], probabilities, in
+    float64.
 
     slopes and sinks [H_q]; mask and bias broadcast to [H_q, N_q, N_kv]. Differentiable.
     """
@@ -53,7 +55,9 @@ def attend(
     logits = scores
     if sinks is not None:
         logits = torch.cat([scores, sinks.double()[:, None, None].expand(h_q, n_q, 1)], -1)
-    sees = torch.isfinite(logits).any(-1, keepdim=True) if logits.shape[-1] else torch.zeros(h_q, n_q, 1, dtype=torch.bool)
+    sees = (
+        torch.isfinite(logits).any(-1, keepdim=True) if logits.shape[-1] else torch.zeros(h_q, n_q, 1, dtype=torch.bool)
+    )
     lse = torch.where(sees, torch.logsumexp(logits.masked_fill(~sees, 0.0), -1, keepdim=True), -math.inf)
     probs = torch.where(sees, torch.exp(scores - lse.masked_fill(~sees, 0.0)), 0.0)
     return probs @ v, lse.squeeze(-1), probs

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from formula import attend, rotate, tolerance
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ffpa import flash_attn_with_kvcache
+from formula import attend, rotate, tolerance
 
 B, CAPACITY, H_Q, H_KV, D = 3, 40, 4, 2, 32
 LENGTHS = [7, 0, 33]
@@ -24,7 +26,9 @@ class Cache:
     """Dense or paged, with NaN wherever no key lies; `content` is what each sequence holds, in order."""
 
     def __init__(self, rows: int | None, indexed: bool = False, d: int = D, dtype: torch.dtype = torch.float32) -> None:
-        self.content = [[randn(n, H_KV, d, seed=10 + s + b, dtype=dtype) for s in (0, 50)] for b, n in enumerate(LENGTHS)]
+        self.content = [
+            [randn(n, H_KV, d, seed=10 + s + b, dtype=dtype) for s in (0, 50)] for b, n in enumerate(LENGTHS)
+        ]
         self.table: Tensor | None = None
         self.index: Tensor | None = None
         if rows is None:
@@ -136,13 +140,71 @@ def test_rotation(rows: int | None, case: str, width: int, interleaved: bool) ->
         check(out[b].transpose(0, 1), wanted, f"out of sequence {b}")
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_random_combinations(data: st.DataObject) -> None:
+    """Every option drawn together; what the formula says of each sequence, or nothing."""
+    draw = data.draw
+    batch, h_kv, group = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    d, n_q, n_new = draw(st.sampled_from([8, 24, 64])), draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    lengths = draw(st.lists(st.integers(0, 12), min_size=batch, max_size=batch))
+    layout, rows = draw(st.sampled_from(["dense", "indexed", "padded", "paged"])), draw(st.integers(1, 7))
+    causal, window = draw(st.booleans()), (draw(st.integers(-1, 6)), draw(st.integers(-1, 3)))
+    softcap, scale = draw(st.sampled_from([0.0, 1.5])), draw(st.sampled_from([None, -0.5, 0.0]))
+    slopes = draw(st.sampled_from([None, torch.rand(h_kv * group), torch.rand(batch, h_kv * group)]))
+    turn = n_new > 0 and draw(st.booleans())
+    interleaved, splits = draw(st.booleans()), draw(st.integers(0, 3))
+
+    capacity = 18
+    pages = -(-capacity // rows)
+    places = batch * pages if layout == "paged" else batch + 1
+    order = torch.randperm(places)
+    table = order.view(batch, pages).to(torch.int32) if layout == "paged" else None
+    index = order[:batch].to(torch.int32) if layout in ("indexed", "padded") else None
+    pad = int32([draw(st.integers(0, n)) for n in lengths]) if layout == "padded" else None
+    k_cache, v_cache = (torch.full((places, rows if layout == "paged" else capacity, h_kv, d), torch.nan) for _ in "kv")
+    held = [[torch.randn(n, h_kv, d) for _ in "kv"] for n in lengths]
+    for b, n in enumerate(lengths):
+        for j in range(0 if pad is None else int(pad[b]), n):
+            at = (b, j) if index is None else (int(index[b]), j)
+            at = at if table is None else (int(table[b, j // rows]), j % rows)
+            k_cache[at], v_cache[at] = held[b][0][j], held[b][1][j]
+    q, new = torch.randn(batch, n_q, h_kv * group, d), [torch.randn(batch, n_new, h_kv, d) for _ in "kv"]
+    angles = torch.rand(capacity + 5, d // 4)
+    given_rows: dict[str, Any] = dict(k=new[0], v=new[1]) if n_new else {}
+    if turn:
+        given_rows |= dict(rotary_cos=angles.cos(), rotary_sin=angles.sin(), rotary_interleaved=interleaved)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, **given_rows, cache_seqlens=int32(lengths), cache_batch_idx=index, cache_leftpad=pad,
+        block_table=table, softmax_scale=scale, causal=causal, window_size=window, softcap=softcap, alibi_slopes=slopes,
+        num_splits=splits, return_softmax_lse=True,
+    )  # fmt: skip
+    for b, n in enumerate(lengths):
+        query, keys = q[b], new[0][b]
+        if turn:
+            of_q = torch.arange(n, n + n_q) if causal or window != (-1, -1) else torch.full((n_q,), n)
+            query = rotate(query, angles.cos(), angles.sin(), of_q, interleaved)
+            keys = rotate(keys, angles.cos(), angles.sin(), torch.arange(n, n + n_new), interleaved)
+        first = 0 if pad is None else int(pad[b])
+        everything = torch.cat([held[b][0], keys])[first:], torch.cat([held[b][1], new[1][b]])[first:]
+        slope = slopes[b] if slopes is not None and slopes.dim() == 2 else slopes
+        wanted, wanted_lse, _ = attend(
+            *(x.transpose(0, 1) for x in (query, *everything)),
+            causal=causal, window=window, softcap=softcap, scale=scale, slopes=slope,
+        )  # fmt: skip
+        check(out[b].transpose(0, 1), wanted, f"out of sequence {b}")
+        check(lse[b], wanted_lse, f"lse of sequence {b}")
+
+
 def test_lengths_as_an_int_and_a_full_cache() -> None:
     k, v, q = randn(2, 9, H_KV, D, seed=1), randn(2, 9, H_KV, D, seed=2), randn(2, 3, H_Q, D, seed=3)
     for n in (0, 5, 9):
         got = flash_attn_with_kvcache(q, k, v, cache_seqlens=n, causal=True)
         wanted = flash_attn_with_kvcache(q, k[:, :n], v[:, :n], causal=True)
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-    table = torch.arange(6, dtype=torch.int32).view(2, 3)  # an int counts for each sequence, however many pages there are
+    table = torch.arange(6, dtype=torch.int32).view(
+        2, 3
+    )  # an int counts for each sequence, however many pages there are
     pages = [x.reshape(6, 3, H_KV, D) for x in (k, v)]
     got = flash_attn_with_kvcache(q, *pages, cache_seqlens=5, block_table=table)
     torch.testing.assert_close(got, flash_attn_with_kvcache(q, k, v, cache_seqlens=5), rtol=1e-6, atol=1e-6)
@@ -162,7 +224,11 @@ def test_leftpad(case: str) -> None:
     )
     for b in range(B):
         keys, values = (torch.cat([old, x[b]])[int(pad[b]) :] for old, x in zip(cache.content[b], (k, v), strict=True))
-        check(out[b].transpose(0, 1), attend(*(x.transpose(0, 1) for x in (q[b], keys, values)), **how)[0], f"sequence {b}")
+        check(
+            out[b].transpose(0, 1),
+            attend(*(x.transpose(0, 1) for x in (q[b], keys, values)), **how)[0],
+            f"sequence {b}",
+        )
 
 
 def test_steps_of_a_decode_equal_one_prefill() -> None:
@@ -173,7 +239,9 @@ def test_steps_of_a_decode_equal_one_prefill() -> None:
     for n in (4, 1, 1, 3, 3):
         piece = slice(length, length + n)
         steps.append(
-            flash_attn_with_kvcache(q[:, piece], k_cache, v_cache, k[:, piece], v[:, piece], cache_seqlens=length, causal=True)
+            flash_attn_with_kvcache(
+                q[:, piece], k_cache, v_cache, k[:, piece], v[:, piece], cache_seqlens=length, causal=True
+            )
         )
         length += n
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-5)
@@ -211,25 +279,28 @@ def test_compile_fullgraph() -> None:
 
 
 Q, KV, NEW = torch.zeros(2, 1, 4, 8), torch.zeros(2, 6, 2, 8), torch.zeros(2, 1, 2, 8)
-TURN = torch.zeros(9, 4)
+TURN, PAGES = torch.zeros(9, 4), int32([[0], [1]])
+APPEND: dict[str, Any] = dict(k=NEW, v=NEW, cache_seqlens=0)
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (RuntimeError, "v: k and v must be given together", dict(k=NEW, cache_seqlens=0)),
     (RuntimeError, "cache_seqlens: must say where", dict(k=NEW, v=NEW)),
-    (RuntimeError, "rotary_sin: .*together", dict(k=NEW, v=NEW, cache_seqlens=0, rotary_cos=TURN)),
+    (RuntimeError, "rotary_sin: .*together", dict(APPEND, rotary_cos=TURN)),
     (RuntimeError, "rotary_cos: needs new keys", dict(rotary_cos=TURN, rotary_sin=TURN)),
-    (RuntimeError, "rotary_cos: must have 2 dim", dict(k=NEW, v=NEW, cache_seqlens=0, rotary_cos=TURN[0], rotary_sin=TURN[0])),
-    (RuntimeError, "cache_batch_idx: must be None with block_table", dict(block_table=int32([[0], [1]]), cache_batch_idx=int32([0, 1]))),
+    (RuntimeError, "rotary_cos: must have 2 dim", dict(APPEND, rotary_cos=TURN[0], rotary_sin=TURN[0])),
+    (RuntimeError, "cache_batch_idx: must be None with", dict(block_table=PAGES, cache_batch_idx=int32([0, 1]))),
     (RuntimeError, "cache_batch_idx: dtype must be torch.int32", dict(cache_batch_idx=torch.tensor([0, 1]))),
+    (RuntimeError, "cache_leftpad: must be None with", dict(block_table=PAGES, cache_leftpad=int32([0, 1]))),
+    (RuntimeError, "cache_leftpad: must not be negative", dict(cache_leftpad=int32([0, -1]))),
     (RuntimeError, "cache_leftpad: must have B elements, 2, but has 1", dict(cache_leftpad=int32([0]))),
     (RuntimeError, "cache_seqlens: must have B elements", dict(cache_seqlens=int32([1, 2, 3]))),
     (RuntimeError, "cache_seqlens: dtype must be torch.int32", dict(cache_seqlens=torch.tensor([1, 2]))),
     (RuntimeError, "cache_seqlens: must be in", dict(cache_seqlens=-1)),
     (TypeError, "cache_seqlens: must be an int", dict(cache_seqlens=1.5)),
     (RuntimeError, "seqlens_kv", dict(cache_seqlens=7)),
-    (RuntimeError, "seqlens_kv", dict(k=NEW, v=NEW, cache_seqlens=int32([0, 6]))),
+    (RuntimeError, "seqlens_kv", dict(APPEND, cache_seqlens=int32([0, 6]))),
     (RuntimeError, "kv_batch_idx", dict(cache_batch_idx=int32([0, 5]))),
     (RuntimeError, "block_table", dict(block_table=int32([[0], [9]]), cache_seqlens=1)),
-    (RuntimeError, "k_new", dict(k=NEW[..., :4], v=NEW, cache_seqlens=0)),
+    (RuntimeError, "k_new", dict(APPEND, k=NEW[..., :4])),
     (RuntimeError, "num_splits", dict(num_splits=-1)),
 ]  # fmt: skip
 

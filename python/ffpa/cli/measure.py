@@ -69,7 +69,7 @@ def time_cuda(call: Call) -> float:
     call()
     total, calls = 0.0, 0
     while calls == 0 or total < TURN_SECONDS:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         evict.zero_()
         start.record()
         call()

@@ -1,4 +1,5 @@
-"""What plugs ffpa into other libraries; each module imports its library when it is imported itself. SPDX-License-Identifier: Apache-2.0
+"""What plugs ffpa into other libraries; each module imports its library when it is imported itself.
+SPDX-License-Identifier: Apache-2.0
 
 - ``ffpa.integrations.transformers``: ``attn_implementation="ffpa"``
 - ``ffpa.integrations.diffusers``: ``FfpaAttnProcessor`` for VAEs, the attention backend "ffpa" for transformer blocks

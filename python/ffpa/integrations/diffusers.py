@@ -4,7 +4,8 @@ Three ways, from the narrowest to the widest::
 
     from ffpa.integrations.diffusers import FfpaAttnProcessor, register
 
-    pipe.vae.set_attn_processor(FfpaAttnProcessor())       # the VAE's mid-block: one head, D = its last channel count, often 512
+    pipe.vae.set_attn_processor(FfpaAttnProcessor())       # the VAE's mid-block: one head, D = its last channel count,
+    often 512
 
     register()                                             # then, for transformer blocks,
     pipe.transformer.set_attention_backend("ffpa")         # or `with diffusers.attention_backend("ffpa"):`
@@ -12,8 +13,8 @@ Three ways, from the narrowest to the widest::
     with ffpa.patch_sdpa():                                # whatever calls torch's SDPA, also VAEs without processors
         image = pipe(...)
 
-``set_attention_backend`` does not reach the VAE of AutoencoderKL, which calls torch directly: use the processor there. The VAEs of
-Wan, QwenImage, HunyuanVideo 1.5 and Cosmos have no processor: use ``ffpa.patch_sdpa()``.
+``set_attention_backend`` does not reach the VAE of AutoencoderKL, which calls torch directly: use the processor there.
+The VAEs of Wan, QwenImage, HunyuanVideo 1.5 and Cosmos have no processor: use ``ffpa.patch_sdpa()``.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ __all__ = ["FfpaAttnProcessor", "register"]
 class FfpaAttnProcessor:
     """Takes the place of diffusers' AttnProcessor2_0 in an ``Attention`` module: the same result, computed by ffpa.
 
-    Input (B, C, height, width) or (B, N, C); with ``encoder_hidden_states`` (B, N_kv, C_kv) cross-attention. ``attention_mask``:
-    as ``Attention.prepare_attention_mask`` takes it, added to the scores. Projections for added keys and values (``add_k_proj``)
-    have processors of their own: refused here.
+    Input (B, C, height, width) or (B, N, C); with ``encoder_hidden_states`` (B, N_kv, C_kv) cross-attention.
+    ``attention_mask``: as ``Attention.prepare_attention_mask`` takes it, added to the scores. Projections for added
+    keys and values (``add_k_proj``) have processors of their own: refused here.
     """
 
     def __call__(
@@ -47,7 +48,9 @@ class FfpaAttnProcessor:
         **kwargs: Any,
     ) -> Tensor:
         if getattr(attn, "add_k_proj", None) is not None:
-            raise NotImplementedError("FfpaAttnProcessor: attn.add_k_proj must be None; use register() or ffpa.patch_sdpa()")
+            raise NotImplementedError(
+                "FfpaAttnProcessor: attn.add_k_proj must be None; use register() or ffpa.patch_sdpa()"
+            )
         residual = hidden_states
         if attn.spatial_norm is not None:
             hidden_states = attn.spatial_norm(hidden_states, temb)
@@ -97,7 +100,8 @@ def _attention(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """The attention backend "ffpa": tensors (B, N, H, D), semantics of torch's SDPA; ``attn_mask`` may also be (B, N_kv)."""
+    """The attention backend "ffpa": tensors (B, N, H, D), semantics of torch's SDPA; ``attn_mask`` may also be (B,
+    N_kv)."""
     if return_lse:
         raise NotImplementedError("return_lse: the attention backend 'ffpa' does not return the lse")
     if _parallel_config is not None:
@@ -120,11 +124,11 @@ def _attention(
 def register(name: str = "ffpa") -> None:
     """Make ``set_attention_backend(name)`` and ``attention_backend(name)`` of diffusers known.
 
-    diffusers has no public way to add a backend: its names are a closed enum. This extends that enum and its private registry, as
-    they are in diffusers 0.42; NotImplementedError, with nothing changed, where they look different.
+    diffusers has no public way to add a backend: its names are a closed enum. This extends that enum and its private
+    registry, as they are in diffusers 0.42; NotImplementedError, with nothing changed, where they look different.
     """
     try:
-        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, _check_shape
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
         names, members, by_value = (
             AttentionBackendName._member_names_,
@@ -146,5 +150,4 @@ def register(name: str = "ffpa") -> None:
     names.append(member._name_)
     members[member._name_] = member
     by_value[name] = member
-    add(member, constraints=[_check_shape])(_attention)
-
+    add(member)(_attention)

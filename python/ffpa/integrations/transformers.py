@@ -7,11 +7,13 @@ One line registers it, then every model takes the name as it takes "sdpa"::
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="ffpa")   # or
     model.set_attn_implementation("ffpa")
 
-What is gained over "sdpa": head dims above 256 (Gemma 4) and grouped heads without repeating K and V, attention sinks (gpt-oss) and
-softcap (Gemma 2) in the kernel, and a path besides eager for DeepSeek-V4. Two functions are registered, because transformers drops
-every mask of an attention whose mask function it does not know: :func:`attention` and :func:`mask`.
+What is gained over "sdpa": head dims above 256 (Gemma 4) and grouped heads without repeating K and V, attention sinks
+(gpt-oss) and softcap (Gemma 2) in the kernel, and a path besides eager for DeepSeek-V4. Two functions are registered,
+because transformers drops every mask of an attention whose mask function it does not know: :func:`attention` and
+:func:`mask`.
 
-Logits of padding tokens may differ from eager's (both are meaningless): such a row sees no key and is 0 here, a mean there.
+Logits of padding tokens may differ from eager's (both are meaningless): such a row sees no key and is 0 here, a mean
+there.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from .._attention import attention as _ffpa_attention
 
 __all__ = ["attention", "mask", "register"]
 
-# Models that append to the mask by arithmetic, and so need it additive (0 and finfo.min) rather than bool: DeepSeek-V4 appends a
-# float block bias with `.to(mask.dtype)`, which turns its 0 into False, hidden.
+# Models that append to the mask by arithmetic, and so need it additive (0 and finfo.min) rather than bool: DeepSeek-V4
+# appends a float block bias with `.to(mask.dtype)`, which turns its 0 into False, hidden.
 ADDITIVE_MASK = frozenset({"deepseek_v4"})
 
-# Models whose attention layers hand on `sliding_window` exactly when their layer slides. For these the kernel applies the window
-# when nothing is padded, and no N_q x N_kv mask is made. Others get the mask: some of them never pass their window.
+# Models whose attention layers hand on `sliding_window` exactly when their layer slides. For these the kernel applies
+# the window when nothing is padded, and no N_q x N_kv mask is made. Others get the mask: some of them never pass their
+# window.
 WINDOW_IN_KERNEL = frozenset(
     {
         "cohere2",
@@ -76,10 +79,11 @@ def mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of one kind of layer, made once per forward: None where :func:`attention` can do with causality and the window.
+    """The mask of one kind of layer: None where causality and the window, which :func:`attention` knows, say it all.
 
     Else bool (B, 1, N_q, N_kv), True = visible; for the models in ``ADDITIVE_MASK`` a float mask of 0 and finfo.min.
-    The arguments are transformers': positions are offset by q_offset and kv_offset, ``attention_mask`` is the 2-D padding mask.
+    The arguments are transformers': positions are offset by q_offset and kv_offset, ``attention_mask`` is the 2-D
+    padding mask.
     """
     arguments = dict(
         batch_size=batch_size,
@@ -109,9 +113,14 @@ def mask(
     ):
         return None
     visible: Tensor | None = sdpa_mask(**arguments)
-    if visible is not None and attention_mask is None and (local_size is None or _window_in_kernel(config)):
-        if not torch.compiler.is_compiling() and _is_packed_causal(mask_function):
-            visible._ffpa_packed = True  # type: ignore[attr-defined]  # lost by any operation on the mask, as it must be
+    if (
+        visible is not None
+        and attention_mask is None
+        and (local_size is None or _window_in_kernel(config))
+        and not torch.compiler.is_compiling()
+        and _is_packed_causal(mask_function)
+    ):
+        visible._ffpa_packed = True  # type: ignore[attr-defined]  # gone after any operation on the mask, as it must be
     return visible
 
 
@@ -134,10 +143,11 @@ def attention(
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One attention layer: query (B, H_q, N_q, D), key (B, H_kv, N_kv, D), value (B, H_kv, N_kv, D_v) to (B, N_q, H_q, D_v).
+    """One layer: query (B, H_q, N_q, D), key (B, H_kv, N_kv, D), value (B, H_kv, N_kv, D_v) to (B, N_q, H_q, D_v).
 
-    ``attention_mask``: from :func:`mask` (then causality and window are inside), or None: causal from the top left if the module
-    is causal and N_q > 1, as transformers means it; K and V past N_q are then an empty static cache's and cut off.
+    ``attention_mask``: from :func:`mask` (then causality and window are inside), or None: causal from the top left if
+    the module is causal and N_q > 1, as transformers means it; K and V past N_q are then an empty static cache's and
+    cut off.
     ``s_aux``: sink logits (H_q,). ``position_bias``: added to the scores, broadcasts to (B, H_q, N_q, N_kv).
     ``cu_seq_lens_q``, ``cu_seq_lens_k``: sequences packed into one row of the batch; each sees only itself.
     """
@@ -175,6 +185,11 @@ def attention(
     if causal and sliding_window is not None and _window_in_kernel(getattr(module, "config", None)):
         options["window"] = (sliding_window - 1, -1)
 
+    if packed and causal and bias is not None and key.shape[2] != n_q:
+        raise NotImplementedError(
+            f"position_bias: with packed causal sequences Q and K must have equal lengths, but N_q is {n_q} and N_kv "
+            f"{key.shape[2]}"
+        )
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         out = _ffpa_attention(query, key, value, **options)
     else:
@@ -193,9 +208,10 @@ def _packed(
     max_length_k: int | None,
     options: dict[str, Any],
 ) -> Tensor:
-    batch, h_q, n_q, _ = query.shape
+    batch, n_q = query.shape[0], query.shape[2]
     if options["mask"] is None and options["bias"] is None:
-        rows = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (query, key, value)]  # [1, H, B * N, D]
+        # [B, H, N, D] to [1, H, B * N, D]
+        rows = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
         out = _ffpa_attention(
             *rows,
             cu_seqlens_q=cu_seq_lens_q.to(torch.int32),
@@ -206,9 +222,12 @@ def _packed(
             **options,
         )
         assert isinstance(out, Tensor)
-        return out.squeeze(0).transpose(0, 1).unflatten(0, (batch, n_q)).transpose(1, 2)
+        return out.squeeze(0).transpose(0, 1).reshape(batch, n_q, -1, value.shape[-1]).transpose(1, 2)
     # A mask counts rows of the whole batch row: keep it, and add that sequences do not see each other.
-    same = _sequence_of(cu_seq_lens_q, batch, n_q)[..., :, None] == _sequence_of(cu_seq_lens_k, batch, key.shape[2])[..., None, :]
+    same = (
+        _sequence_of(cu_seq_lens_q, batch, n_q)[..., :, None]
+        == _sequence_of(cu_seq_lens_k, batch, key.shape[2])[..., None, :]
+    )
     visible = options["mask"]
     out = _ffpa_attention(query, key, value, **{**options, "mask": same if visible is None else same & visible})
     assert isinstance(out, Tensor)
@@ -234,28 +253,26 @@ def _window_in_kernel(config: Any) -> bool:
 
 
 def _is_packed_causal(mask_function: Callable[..., Any]) -> bool:
-    """Whether a mask function of transformers is causality, perhaps a window, and the separation of packed sequences, no more."""
-    parts = list(_parts(mask_function))
-    known = ("sliding_window_overlay.<locals>.inner_mask", _PACKED)
-    return all(part is causal_mask_function or part.__qualname__ in known for part in parts) and any(
-        part.__qualname__ == _PACKED for part in parts
-    )
+    """Whether a mask of transformers is causality, packed sequences kept apart and perhaps a window, no more."""
+    names = set(_parts(mask_function))
+    return _PACKED in names and names <= {_PACKED, "causal_mask_function", "sliding_window_overlay.<locals>.inner_mask"}
 
 
-def _parts(mask_function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The mask functions that transformers' `and_masks` joined."""
-    if mask_function.__qualname__ == "and_masks.<locals>.and_mask" and mask_function.__closure__:
+def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """The names of the mask functions that transformers' `and_masks` joined."""
+    name = getattr(mask_function, "__qualname__", "")
+    if name == "and_masks.<locals>.and_mask" and mask_function.__closure__:
         for part in mask_function.__closure__[0].cell_contents:
             yield from _parts(part)
     else:
-        yield mask_function
+        yield name
 
 
 def _nothing_padded(attention_mask: Tensor | None) -> bool:
     """False where it cannot be known without looking at data that a graph being traced does not have."""
     if attention_mask is None:
         return True
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     return bool(attention_mask.all())
 

@@ -10,31 +10,13 @@
 #include <limits>
 #include <vector>
 
-#include "core/half.h"
+#include "core/element.h"
 #include "core/philox.h"
 
 namespace ffpa::ref {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-
-double load(const ffpa_tensor& t, int64_t offset) {
-  switch (t.dtype) {
-    case FFPA_FP64: return static_cast<const double*>(t.data)[offset];
-    case FFPA_FP32: return static_cast<const float*>(t.data)[offset];
-    case FFPA_FP16: return float_from_fp16(static_cast<const uint16_t*>(t.data)[offset]);
-    default: return float_from_bf16(static_cast<const uint16_t*>(t.data)[offset]);
-  }
-}
-
-void store(const ffpa_tensor& t, int64_t offset, double value) {
-  switch (t.dtype) {
-    case FFPA_FP64: static_cast<double*>(t.data)[offset] = value; break;
-    case FFPA_FP32: static_cast<float*>(t.data)[offset] = static_cast<float>(value); break;
-    case FFPA_FP16: static_cast<uint16_t*>(t.data)[offset] = fp16_from_float(static_cast<float>(value)); break;
-    default: static_cast<uint16_t*>(t.data)[offset] = bf16_from_float(static_cast<float>(value)); break;
-  }
-}
 
 // Calls visit(dense index, element offset) for every element of t.
 template <class Visit>
@@ -50,7 +32,7 @@ void for_each_element(const ffpa_tensor& t, Visit visit) {
 }
 
 void fill(const ffpa_tensor& t, double value) {
-  if (present(t)) for_each_element(t, [&](int64_t, int64_t offset) { store(t, offset, value); });
+  if (present(t)) for_each_element(t, [&](int64_t, int64_t offset) { store_element(t, offset, value); });
 }
 
 // A gradient that many rows add to: dense doubles of its extents, stored once at the end.
@@ -68,7 +50,7 @@ struct Sum {
   }
   void finish() const {
     if (present(t))
-      for_each_element(t, [&](int64_t i, int64_t offset) { store(t, offset, values[static_cast<size_t>(i)]); });
+      for_each_element(t, [&](int64_t i, int64_t offset) { store_element(t, offset, values[static_cast<size_t>(i)]); });
   }
 };
 
@@ -107,10 +89,11 @@ struct Loops {
 
   double bias_at(const Sequence& s, int64_t h, int64_t i, int64_t j) const {
     double bias = 0.0;
-    if (present(f.bias)) bias = load(f.bias, broadcast_row_offset(f.bias, s.b, h, i) + j * broadcast_stride(f.bias, 3));
+    if (present(f.bias))
+      bias = load_element(f.bias, broadcast_row_offset(f.bias, s.b, h, i) + j * broadcast_stride(f.bias, 3));
     if (present(f.alibi_slopes)) {
       const ffpa_tensor& a = f.alibi_slopes;
-      const double slope = load(a, a.rank == 2 ? s.b * a.stride[0] + h * a.stride[1] : h * a.stride[0]);
+      const double slope = load_element(a, a.rank == 2 ? s.b * a.stride[0] + h * a.stride[1] : h * a.stride[0]);
       bias -= slope * std::abs(static_cast<double>(i + s.n_kv - s.n_q - j));
     }
     return bias;
@@ -121,7 +104,7 @@ struct Loops {
                                f.mask.data)[broadcast_row_offset(f.mask, s.b, h, i) + j * broadcast_stride(f.mask, 3)])
       return true;
     return present(f.bias) &&
-           load(f.bias, broadcast_row_offset(f.bias, s.b, h, i) + j * broadcast_stride(f.bias, 3)) == -kInf;
+           load_element(f.bias, broadcast_row_offset(f.bias, s.b, h, i) + j * broadcast_stride(f.bias, 3)) == -kInf;
   }
 
   Row softmax(const Sequence& s, int64_t h, int64_t i) const {
@@ -133,7 +116,8 @@ struct Loops {
       if (hidden(s, h, i, j)) continue;
       const int64_t k = kv_row_offset(p, s, f.k, h / p.group, j);
       double dot = 0.0;
-      for (int64_t d = 0; d < p.d_qk; ++d) dot += load(f.q, q + d * f.q.stride[3]) * load(f.k, k + d * f.k.stride[3]);
+      for (int64_t d = 0; d < p.d_qk; ++d)
+        dot += load_element(f.q, q + d * f.q.stride[3]) * load_element(f.k, k + d * f.k.stride[3]);
       double x = p.scale * dot, slope = 1.0;
       if (f.softcap > 0.0) {
         const double t = std::tanh(x / f.softcap);
@@ -145,7 +129,7 @@ struct Loops {
       r.drop.push_back(drop_factor(s, h, i, j));
       score.push_back(x + bias_at(s, h, i, j));
     }
-    const double sink = present(f.sinks) ? load(f.sinks, h * f.sinks.stride[0]) : -kInf;
+    const double sink = present(f.sinks) ? load_element(f.sinks, h * f.sinks.stride[0]) : -kInf;
     if (r.keys.empty() && sink == -kInf) return r;
     double max = sink;
     for (const double x : score)
@@ -169,11 +153,11 @@ struct Loops {
         if (r.drop[n] == 0.0) continue;
         const int64_t v = kv_row_offset(p, s, f.v, h / p.group, r.keys[n]);
         for (int64_t d = 0; d < p.d_v; ++d)
-          o[static_cast<size_t>(d)] += r.p[n] * r.drop[n] * load(f.v, v + d * f.v.stride[3]);
+          o[static_cast<size_t>(d)] += r.p[n] * r.drop[n] * load_element(f.v, v + d * f.v.stride[3]);
       }
       const int64_t out = q_row_offset(s, f.o, h, i);
-      for (int64_t d = 0; d < p.d_v; ++d) store(f.o, out + d * f.o.stride[3], o[static_cast<size_t>(d)]);
-      if (present(f.lse)) store(f.lse, q_row_offset(s, f.lse, h, i), r.lse);
+      for (int64_t d = 0; d < p.d_v; ++d) store_element(f.o, out + d * f.o.stride[3], o[static_cast<size_t>(d)]);
+      if (present(f.lse)) store_element(f.lse, q_row_offset(s, f.lse, h, i), r.lse);
     });
   }
 
@@ -185,14 +169,14 @@ struct Loops {
     for_each_row([&](const Sequence& s, int64_t h, int64_t i) {
       const Row r = softmax(s, h, i);
       const int64_t h_kv = h / p.group, q = q_row_offset(s, f.q, h, i), dout = q_row_offset(s, g.dout, h, i);
-      const double dlse = present(g.dlse) ? load(g.dlse, q_row_offset(s, g.dlse, h, i)) : 0.0;
+      const double dlse = present(g.dlse) ? load_element(g.dlse, q_row_offset(s, g.dlse, h, i)) : 0.0;
       std::vector<double> dp(r.keys.size());
       double delta = 0.0;
       for (size_t n = 0; n < r.keys.size(); ++n) {
         if (r.drop[n] == 0.0) continue;
         const int64_t v = kv_row_offset(p, s, f.v, h_kv, r.keys[n]);
         for (int64_t d = 0; d < p.d_v; ++d)
-          dp[n] += load(g.dout, dout + d * g.dout.stride[3]) * load(f.v, v + d * f.v.stride[3]);
+          dp[n] += load_element(g.dout, dout + d * g.dout.stride[3]) * load_element(f.v, v + d * f.v.stride[3]);
         dp[n] *= r.drop[n];
         delta += r.p[n] * dp[n];
       }
@@ -207,19 +191,21 @@ struct Loops {
           const auto index = [&](int axis, int64_t at) { return g.dbias.extent[axis] == 1 ? 0 : at; };
           dbias.row(index(0, s.b), index(1, h), index(2, i))[index(3, j)] += ds;
         }
-        for (int64_t d = 0; d < p.d_qk; ++d) dq[static_cast<size_t>(d)] += dr * load(f.k, k + d * f.k.stride[3]);
+        for (int64_t d = 0; d < p.d_qk; ++d)
+          dq[static_cast<size_t>(d)] += dr * load_element(f.k, k + d * f.k.stride[3]);
         if (present(g.dk)) {
           double* row = dk.row(s.kv_batch, h_kv, s.kv_row + j);
-          for (int64_t d = 0; d < p.d_qk; ++d) row[d] += dr * load(f.q, q + d * f.q.stride[3]);
+          for (int64_t d = 0; d < p.d_qk; ++d) row[d] += dr * load_element(f.q, q + d * f.q.stride[3]);
         }
         if (present(g.dv)) {
           double* row = dv.row(s.kv_batch, h_kv, s.kv_row + j);
-          for (int64_t d = 0; d < p.d_v; ++d) row[d] += r.p[n] * r.drop[n] * load(g.dout, dout + d * g.dout.stride[3]);
+          for (int64_t d = 0; d < p.d_v; ++d)
+            row[d] += r.p[n] * r.drop[n] * load_element(g.dout, dout + d * g.dout.stride[3]);
         }
       }
       if (present(g.dq)) {
         const int64_t out = q_row_offset(s, g.dq, h, i);
-        for (int64_t d = 0; d < p.d_qk; ++d) store(g.dq, out + d * g.dq.stride[3], dq[static_cast<size_t>(d)]);
+        for (int64_t d = 0; d < p.d_qk; ++d) store_element(g.dq, out + d * g.dq.stride[3], dq[static_cast<size_t>(d)]);
       }
     });
     for (const Sum* sum : {&dk, &dv, &dbias, &dsinks}) sum->finish();
