@@ -198,8 +198,10 @@ Status fill_forward_params(const Problem& p, const Boxes& boxes, attn::ForwardPa
   f->n_kv = static_cast<int>(a.k.extent[2]);
   f->d_qk = static_cast<int>(p.d_qk);
   f->d_v = static_cast<int>(p.d_v);
-  const int64_t tiles = (a.q.extent[2] + boxes.tile_q - 1) / boxes.tile_q * p.h_q * p.n_seqs;
-  if (tiles > (int64_t{1} << 30)) return {FFPA_NOT_SUPPORTED, words("B * H_q * N_q / ", boxes.tile_q, ": must be at most 2^30, but is ", tiles)};
+  const int64_t row_tiles = a.q.extent[2] / boxes.tile_q + 1;
+  const int64_t tiles = p.packed_q() ? (row_tiles + p.n_seqs) * p.h_q  // at most
+                                     : (a.q.extent[2] + boxes.tile_q - 1) / boxes.tile_q * p.h_q * p.n_seqs;
+  if (tiles > (int64_t{1} << 30)) return {FFPA_NOT_SUPPORTED, words("q: B * H_q * N_q / ", boxes.tile_q, " must be at most 2^30, but is ", tiles)};
   f->n_tiles = static_cast<int>(tiles);
   const auto ints = [](const ffpa_tensor& t) { return present(t) ? static_cast<const int*>(t.data) : nullptr; };
   f->cu_seqlens_q = ints(a.cu_seqlens_q);
