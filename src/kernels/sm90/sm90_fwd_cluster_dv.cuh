@@ -250,10 +250,9 @@ struct Consumer {
   __device__ __forceinline__ void draw(int j, int chunk) {
     if constexpr (C::kOptions)
       if (f.dropout.threshold && chunk < 4) {
-        const int key = (blocks.first + j) * C::kTileKv + rank * C::kOwnKeys;
         const int end = chunk + 1 == p.n_d_boxes / 2 ? 4 : chunk + 1;
         if (chunk == 0) drawn = 0;
-        for (int quarter = chunk; quarter < end; ++quarter) drawn |= attn::dropout_quarter(f, options(), key, quarter & 1, quarter >> 1);
+        for (int quarter = chunk; quarter < end; ++quarter) drawn |= attn::dropout_quarter(f, options(), own_key(j), quarter & 1, quarter >> 1);
       }
   }
   template <int kChunk>
@@ -278,15 +277,15 @@ struct Consumer {
 
   // ---- softmax
   // Logits (with options: in base 2), invisible ones -inf; then the running maximum of the own half, in base 2.
+  __device__ __forceinline__ int own_key(int j) const { return (blocks.first + j) * C::kTileKv + rank * C::kOwnKeys; }
   __device__ __forceinline__ void fetch_options(int j) {
-    if constexpr (C::kOptions)
-      attn::fetch<C::kOwnKeys>(f, options(), (blocks.first + j) * C::kTileKv + rank * C::kOwnKeys, fetched);
+    if constexpr (C::kOptions) attn::fetch<C::kOwnKeys>(f, options(), own_key(j), fetched);
+  }
+  __device__ __forceinline__ void apply_options(int j) {
+    if constexpr (C::kOptions) attn::apply_options<Element, C::kOwnKeys>(f, options(), s, own_key(j), fetched);
   }
   __device__ __forceinline__ void score(int j) {
-    const int key = (blocks.first + j) * C::kTileKv + rank * C::kOwnKeys, column = key + lane % 4 * 2;
-    if constexpr (C::kOptions) {
-      attn::apply_options<Element, C::kOwnKeys>(f, options(), s, key, fetched);
-    }
+    const int key = own_key(j), column = key + lane % 4 * 2;
     if (key < all_see_from || key + C::kOwnKeys > all_see_to) {
       const int first = t.row + wg * 64 + row();
       const attn::KeyRange range[2] = {attn::visible_keys(f, t.n_q, t.n_kv, first), attn::visible_keys(f, t.n_q, t.n_kv, first + 8)};
@@ -428,10 +427,11 @@ struct Consumer {
     pv<1>();
     agree();
     if constexpr (kMore) {
-      if constexpr (C::kOptions) {  // the longer softmax under more products
+      if constexpr (C::kOptions) {  // the longer softmax under two chunks of products
         ptx::wgmma_wait<1>();
         release();
         pv<2>();
+        apply_options(j + 1);
         score(j + 1);
         choose_reference();
         ptx::wgmma_wait<1>();
@@ -439,7 +439,10 @@ struct Consumer {
         pv<3>();
         reuse_out();
         exponentials<0>();
+        ptx::wgmma_wait<1>();
+        release();
         exponentials<1>();
+        stage_rows(top);
       } else {
         score(j + 1);
         choose_reference();
@@ -452,10 +455,10 @@ struct Consumer {
         release();
         pv<3>();
         exponentials<1>();
+        stage_rows(top);
+        ptx::wgmma_wait<1>();
+        release();
       }
-      stage_rows(top);
-      ptx::wgmma_wait<1>();
-      release();
       if constexpr (kMore2) {
         qk<true>(0);
         ptx::wgmma_wait<1>();
@@ -517,6 +520,7 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     release();
     fetch_options(0);
+    apply_options(0);
     score(0);
     choose_reference();
     reuse_out();

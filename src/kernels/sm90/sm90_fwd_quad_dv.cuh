@@ -15,8 +15,9 @@
 //  empty      2          one thread of WG0, of WG1                       stage
 //  q_full     1 + tx     TMA                                             q
 //  q_empty    2          one thread of WG0, of WG1                       q
-//  p_full[2]  9 + tx     8 warps of this CTA, one arms; peer's copies    p[buffer], rows[buffer]
-//  p_free[2]  16         8 warps of each CTA, half of them remote        p[buffer], rows[buffer]
+//  p_full[2]  65 + tx    lanes of this CTA that wrote rows, one arms;    p[buffer], rows[buffer]
+//                        peer's copies
+//  p_free[2]  264        threads of this CTA, the peer's 8 warps         p[buffer], rows[buffer]
 //
 // Shared memory: 35 KB fixed, Q 128 bytes x D_qk (to 64), the rest a ring of 16 KB stages: 4 at D_qk 1024, 6 at 768, 7 at 640.
 // A stage holds 64 keys x 128 columns of K (32 keys for each warpgroup), or 16 keys x both warpgroups' columns of V.
@@ -322,8 +323,8 @@ struct Consumer {
       ptx::bulk_commit();
       if (thread == 0 && wg == 0)
         ptx::mbarrier_arrive_expect(shared.p_full[buffer], 2 * C::kRowBytes + (kWithP ? 2 * C::kPBytes : 0));
-      ptx::mbarrier_arrive(shared.p_full[buffer]);
     }
+    if (lane % 4 == 0) ptx::mbarrier_arrive(shared.p_full[buffer]);
     __syncwarp();
   }
   __device__ __forceinline__ int await_exchange() {
@@ -333,10 +334,8 @@ struct Consumer {
     return buffer;
   }
   __device__ __forceinline__ void free_exchange(int buffer) {
-    if (lane == 0) {
-      ptx::mbarrier_arrive(shared.p_free[buffer]);
-      ptx::mbarrier_arrive(ptx::mapa(shared.p_free[buffer], rank ^ 1));
-    }
+    ptx::mbarrier_arrive(shared.p_free[buffer]);
+    if (lane == 0) ptx::mbarrier_arrive(ptx::mapa(shared.p_free[buffer], rank ^ 1));
     __syncwarp();
   }
   // All quarters of P(j) have arrived, each relative to follow(ref, its party's maximum, kBump). Bring them, O and the sum to the largest
@@ -514,8 +513,8 @@ __global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kThread
     ptx::mbarrier_init(shared.q_full, 1);
     ptx::mbarrier_init(shared.q_empty, 2);
     for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(shared.p_full[i], 9);
-      ptx::mbarrier_init(shared.p_free[i], 16);
+      ptx::mbarrier_init(shared.p_full[i], 65);
+      ptx::mbarrier_init(shared.p_free[i], 264);
     }
     ptx::fence_mbarrier_init();
   }
