@@ -8,6 +8,7 @@
 // prefixed with the status' name: Python makes NotImplementedError of it, for which the stable interface has no means.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "tensors.h"
@@ -190,7 +191,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   Handle o, lse;
   if (p.q.rank == 4 && p.v.rank == 4) {  // else the plan says what is wrong
     const int64_t extent[4] = {p.q.extent[0], p.q.extent[1], p.q.extent[2], p.v.extent[3]};
-    const int64_t stride[3] = {extent[1] * extent[2], extent[2], 1};
+    const int64_t n = std::max<int64_t>(extent[2], 1), stride[3] = {std::max<int64_t>(extent[1], 1) * n, n, 1};
     o = dense_like(p.q, extent, torch_dtype(args.q));
     lse =
         empty(p.q, 3, extent, stride, p.q.dtype == FFPA_FP64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32());

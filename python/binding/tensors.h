@@ -96,8 +96,7 @@ class Text {
   StringHandle string_;
 };
 
-// A dtype that the contract has no name for gets a number that it has no name for either, and is refused there.
-inline int32_t dtype_of(int32_t torch_dtype) {
+inline int32_t dtype_of(const char* name, int32_t torch_dtype) {
   static const struct {
     int32_t torch, ours;
   } kNames[] = {
@@ -107,9 +106,12 @@ inline int32_t dtype_of(int32_t torch_dtype) {
       {aoti_torch_dtype_int64(), FFPA_INT64},  {aoti_torch_dtype_float8_e4m3fn(), FFPA_FP8_E4M3},
       {aoti_torch_dtype_int8(), FFPA_INT8},
   };
-  for (const auto& name : kNames)
-    if (name.torch == torch_dtype) return name.ours;
-  return 1000 + torch_dtype;
+  for (const auto& known : kNames)
+    if (known.torch == torch_dtype) return known.ours;
+  throw std::runtime_error(std::string(name) +
+                           ": dtype must be one that ffpa knows (fp64, fp32, fp16, bf16, bool, int32, int64), but is "
+                           "torch's number " +
+                           std::to_string(torch_dtype));
 }
 
 enum class Use { kRead, kWritten };
@@ -137,7 +139,7 @@ inline ffpa_tensor view(const char* name, const Handle& handle, Use use = Use::k
   } else {
     check(torch_get_mutable_data_ptr(handle.get(), &t.data), "a tensor's data");
   }
-  t.dtype = dtype_of(dtype);
+  t.dtype = dtype_of(name, dtype);
   if (device_type != cpu) {
     t.device_type = FFPA_CUDA;  // the ops are registered for these two
     check(aoti_torch_get_device_index(handle.get(), &t.device_index), "a tensor's device");

@@ -166,6 +166,8 @@ def _check_types(
     for name, x in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(x, bool):
             raise TypeError(f"{name}: must be a bool, but is {type(x).__name__}")
+    if torch.compiler.is_compiling():  # where numbers may be symbols
+        return
     for name, x in (("dropout_p", dropout_p), ("scale", scale)):
         if isinstance(x, (str, bytes)) or not (hasattr(x, "__float__") or (x is None and name == "scale")):
             raise TypeError(f"{name}: must be a number, but is {type(x).__name__}")
@@ -269,11 +271,10 @@ def as_attention(
     query, key, value = autocast(query, key, value)
     batch = _batch_axes(query, key, value, attn_mask)
     heads, k_heads, v_heads = _heads(query, key, value, attn_mask, enable_gqa)
-    kv_heads = math.lcm(k_heads, v_heads) if enable_gqa else max(k_heads, v_heads)
-    if enable_gqa and k_heads and v_heads:  # each in its own groups; a copy only where they differ
-        key, value = (
-            x if x.shape[-3] == kv_heads else x.repeat_interleave(kv_heads // x.shape[-3], dim=-3) for x in (key, value)
-        )
+    kv_heads = k_heads
+    if k_heads != v_heads and k_heads and v_heads:  # grouped, each in its own way: both as fine as need be
+        kv_heads = math.lcm(k_heads, v_heads)
+        key, value = (x.repeat_interleave(kv_heads // x.shape[-3], dim=-3) for x in (key, value))
     q = _rank_4(query, batch, heads)
     k, v = (_rank_4(x, batch, kv_heads) for x in (key, value))
     call: dict[str, Any] = dict(dropout_p=dropout_p, causal=is_causal, scale=scale)
