@@ -23,11 +23,11 @@
 #include "core/problem.h"
 #include "dispatch/kernel.h"
 
-#define CUDA_OK(x)                                                                             \
-  do {                                                                                         \
-    if (cudaError_t e = (x); e != cudaSuccess) {                                               \
-      std::printf("%s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e)), exit(2);   \
-    }                                                                                          \
+#define CUDA_OK(x)                                                                           \
+  do {                                                                                       \
+    if (cudaError_t e = (x); e != cudaSuccess) {                                             \
+      std::printf("%s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e)), exit(2); \
+    }                                                                                        \
   } while (0)
 
 namespace ffpa::sm90 {
@@ -85,7 +85,8 @@ struct Reference {
 
 __device__ int64_t bstride(const ffpa_tensor& t, int axis) { return t.extent[axis] == 1 ? 0 : t.stride[axis]; }
 
-__global__ void reference_rows(Reference x, const Row* rows, double* scores, int64_t score_stride, double* o, double* lse) {
+__global__ void reference_rows(Reference x, const Row* rows, double* scores, int64_t score_stride, double* o,
+                               double* lse) {
   const ffpa_forward_problem& f = x.f;
   const Row r = rows[blockIdx.x];
   double* s = scores + blockIdx.x * score_stride;
@@ -93,7 +94,8 @@ __global__ void reference_rows(Reference x, const Row* rows, double* scores, int
   int64_t q_row = 0, n_q = f.q.extent[2], kv_row = 0, n_kv = f.k.extent[2], q_batch = r.b, kv_batch = r.b;
   const auto ints = [](const ffpa_tensor& t) { return static_cast<const int*>(t.data); };
   if (f.cu_seqlens_q.rank) q_row = ints(f.cu_seqlens_q)[r.b], n_q = ints(f.cu_seqlens_q)[r.b + 1] - q_row, q_batch = 0;
-  if (f.cu_seqlens_kv.rank) kv_row = ints(f.cu_seqlens_kv)[r.b], n_kv = ints(f.cu_seqlens_kv)[r.b + 1] - kv_row, kv_batch = 0;
+  if (f.cu_seqlens_kv.rank)
+    kv_row = ints(f.cu_seqlens_kv)[r.b], n_kv = ints(f.cu_seqlens_kv)[r.b + 1] - kv_row, kv_batch = 0;
   if (f.kv_batch_idx.rank) kv_batch = ints(f.kv_batch_idx)[r.b];
   if (f.seqlens_kv.rank) n_kv = ints(f.seqlens_kv)[r.b];
   const int64_t diagonal = f.anchor == FFPA_BOTTOM_RIGHT ? r.i + n_kv - n_q : r.i;
@@ -117,17 +119,24 @@ __global__ void reference_rows(Reference x, const Row* rows, double* scores, int
     if (f.window_right >= 0 && j > diagonal + f.window_right) visible = false;
     if (f.window_left >= 0 && j < diagonal - f.window_left) visible = false;
     if (visible && f.mask.rank)
-      visible = static_cast<const uint8_t*>(f.mask.data)[r.b * bstride(f.mask, 0) + r.h * bstride(f.mask, 1) + r.i * bstride(f.mask, 2) + j * bstride(f.mask, 3)];
+      visible = static_cast<const uint8_t*>(f.mask.data)[r.b * bstride(f.mask, 0) + r.h * bstride(f.mask, 1) +
+                                                         r.i * bstride(f.mask, 2) + j * bstride(f.mask, 3)];
     double a = -INFINITY;
     if (visible) {
       a = 0;
       for (int d = 0; d < x.d_qk; ++d)
-        a += element(f.q.data, f.q.dtype, q_batch * f.q.stride[0] + r.h * f.q.stride[1] + (q_row + r.i) * f.q.stride[2] + d) *
-             element(f.k.data, f.k.dtype, kv_batch * f.k.stride[0] + hk * f.k.stride[1] + (kv_row + j) * f.k.stride[2] + d);
+        a += element(f.q.data, f.q.dtype,
+                     q_batch * f.q.stride[0] + r.h * f.q.stride[1] + (q_row + r.i) * f.q.stride[2] + d) *
+             element(f.k.data, f.k.dtype,
+                     kv_batch * f.k.stride[0] + hk * f.k.stride[1] + (kv_row + j) * f.k.stride[2] + d);
       a *= x.scale;
       if (f.softcap > 0) a = f.softcap * tanh(a / f.softcap);
-      if (f.bias.rank) a += element(f.bias.data, f.bias.dtype, r.b * bstride(f.bias, 0) + r.h * bstride(f.bias, 1) + r.i * bstride(f.bias, 2) + j * bstride(f.bias, 3));
-      if (f.alibi_slopes.rank) a -= static_cast<const float*>(f.alibi_slopes.data)[r.h] * fabs(static_cast<double>(r.i + n_kv - n_q - j));
+      if (f.bias.rank)
+        a += element(
+            f.bias.data, f.bias.dtype,
+            r.b * bstride(f.bias, 0) + r.h * bstride(f.bias, 1) + r.i * bstride(f.bias, 2) + j * bstride(f.bias, 3));
+      if (f.alibi_slopes.rank)
+        a -= static_cast<const float*>(f.alibi_slopes.data)[r.h] * fabs(static_cast<double>(r.i + n_kv - n_q - j));
     }
     s[j] = a;
     top = fmax(top, a);
@@ -152,7 +161,9 @@ __global__ void reference_rows(Reference x, const Row* rows, double* scores, int
   for (int d = thread; d < x.d_v; d += 256) {
     double a = 0;
     for (int64_t j = 0; j < n_kv; ++j)
-      if (s[j] != 0) a += s[j] * element(f.v.data, f.v.dtype, kv_batch * f.v.stride[0] + hk * f.v.stride[1] + (kv_row + j) * f.v.stride[2] + d);
+      if (s[j] != 0)
+        a += s[j] * element(f.v.data, f.v.dtype,
+                            kv_batch * f.v.stride[0] + hk * f.v.stride[1] + (kv_row + j) * f.v.stride[2] + d);
     o[blockIdx.x * x.d_v + d] = sum == 0 ? 0 : a / sum;
   }
 }
@@ -163,31 +174,49 @@ __device__ float noise(uint64_t i, uint32_t seed) {  // about normal, variance 1
   uint32_t x = static_cast<uint32_t>(i) * 2654435761u ^ static_cast<uint32_t>(i >> 32) * 97u + seed;
   float a = 0;
   for (int r = 0; r < 4; ++r) {
-    x ^= x >> 16; x *= 0x7feb352du; x ^= x >> 15; x *= 0x846ca68bu; x ^= x >> 16; x += r + seed;
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    x ^= x >> 16;
+    x += r + seed;
     a += (x >> 8) * (1.f / (1 << 24));
   }
   return (a - 2.f) * 1.7320508f;
 }
 // pattern 0: noise; else column 0 carries the logit: 1 rising by 200 powers of 2 a 128 keys, 2 falling, 3 alternating, 4 one leap
-__global__ void fill(void* p, int dtype, int64_t n, float gain, uint32_t seed, int64_t columns, int64_t rows, int pattern, int is_q) {
+__global__ void fill(void* p, int dtype, int64_t n, float gain, uint32_t seed, int64_t columns, int64_t rows,
+                     int pattern, int is_q) {
   for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += gridDim.x * 256ll) {
     float v = noise(i, seed) * gain;
     if (pattern && columns) {
       const int64_t c = i % columns, j = i / columns % rows;
       if (c == 0)
-        v = is_q ? 1.f : pattern == 1 ? j * 1.09f : pattern == 2 ? -1.09f * j : pattern == 3 ? (j % 2 ? 100.f : -100.f) : pattern == 4 ? (j == rows / 2 ? 300.f : 0.f)
-            : pattern == 5 ? -60000.f : (j / 64 % 2 ? 12.f : -12.f) + j * 0.1f;
-      else if (pattern == 5) v = 0;
-      else v *= 0.1f;
+        v = is_q           ? 1.f
+            : pattern == 1 ? j * 1.09f
+            : pattern == 2 ? -1.09f * j
+            : pattern == 3 ? (j % 2 ? 100.f : -100.f)
+            : pattern == 4 ? (j == rows / 2 ? 300.f : 0.f)
+            : pattern == 5 ? -60000.f
+                           : (j / 64 % 2 ? 12.f : -12.f) + j * 0.1f;
+      else if (pattern == 5)
+        v = 0;
+      else
+        v *= 0.1f;
     }
-    if (dtype == FFPA_BF16) static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16(v);
-    else if (dtype == FFPA_FP16) static_cast<__half*>(p)[i] = __float2half(v);
-    else if (dtype == FFPA_FP32) static_cast<float*>(p)[i] = v;
-    else static_cast<uint8_t*>(p)[i] = v > -0.7f;
+    if (dtype == FFPA_BF16)
+      static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16(v);
+    else if (dtype == FFPA_FP16)
+      static_cast<__half*>(p)[i] = __float2half(v);
+    else if (dtype == FFPA_FP32)
+      static_cast<float*>(p)[i] = v;
+    else
+      static_cast<uint8_t*>(p)[i] = v > -0.7f;
   }
 }
 // NaN in rows [from, extent 2) of batch b, or of all rows of packed memory beyond `from`
-__global__ void poison(uint16_t* p, int64_t stride_b, int64_t stride_h, int64_t stride_n, int64_t heads, int64_t rows, int64_t d, const int* from, int batch) {
+__global__ void poison(uint16_t* p, int64_t stride_b, int64_t stride_h, int64_t stride_n, int64_t heads, int64_t rows,
+                       int64_t d, const int* from, int batch) {
   const int b = blockIdx.x;
   if (batch >= 0 && b != batch) return;
   const int64_t first = from[b];
@@ -233,7 +262,8 @@ void transpose_heads(ffpa_tensor* t) {
 }
 
 bool run_case(const Case& c) {
-  const int64_t b = c.integer("b", 1), hq = c.integer("h", 4), hkv = c.integer("hkv", hq), nq = c.integer("n", 256), nkv = c.integer("nkv", nq);
+  const int64_t b = c.integer("b", 1), hq = c.integer("h", 4), hkv = c.integer("hkv", hq), nq = c.integer("n", 256),
+                nkv = c.integer("nkv", nq);
   const int64_t d = c.integer("d", 512), dv = c.integer("dv", d);
   const int dtype = c.text("dtype", "bf16") == "bf16" ? FFPA_BF16 : FFPA_FP16;
   const bool packed = c.integer("packed", 0), lengths = c.integer("lengths", 0);
@@ -243,7 +273,10 @@ bool run_case(const Case& c) {
   ffpa_forward_problem& f = p.args.forward;
   std::vector<int> len_q(b, static_cast<int>(nq)), len_kv(b, static_cast<int>(nkv)), cu_q{0}, cu_kv{0};
   uint32_t random = seed + 17;
-  const auto next = [&](int64_t n) { random = random * 1664525u + 1013904223u; return static_cast<int>((random >> 8) % static_cast<uint32_t>(n)); };
+  const auto next = [&](int64_t n) {
+    random = random * 1664525u + 1013904223u;
+    return static_cast<int>((random >> 8) % static_cast<uint32_t>(n));
+  };
   if (packed || lengths)
     for (int i = 0; i < b; ++i) {
       if (packed) len_q[i] = i == 1 ? 0 : 1 + next(nq);
@@ -257,7 +290,8 @@ bool run_case(const Case& c) {
   f.o = packed ? tensor(dtype, {1, hq, tq, dv}) : tensor(dtype, {b, hq, nq, dv});
   f.lse = packed ? tensor(FFPA_FP32, {1, hq, tq}) : tensor(FFPA_FP32, {b, hq, nq});
   const auto random_fill = [&](const ffpa_tensor& t, float gain, int pattern_ = 0, int is_q = 0) {
-    fill<<<2048, 256>>>(t.data, t.dtype, elements(t), gain, seed += 7919, t.rank == 4 ? t.extent[3] : 0, t.rank == 4 ? t.extent[2] : 1, pattern_, is_q);
+    fill<<<2048, 256>>>(t.data, t.dtype, elements(t), gain, seed += 7919, t.rank == 4 ? t.extent[3] : 0,
+                        t.rank == 4 ? t.extent[2] : 1, pattern_, is_q);
   };
   random_fill(f.q, static_cast<float>(c.number("gain", 1)), pattern, 1);
   random_fill(f.k, 1, pattern);
@@ -269,11 +303,13 @@ bool run_case(const Case& c) {
     std::vector<int> end{cu_kv[b]};
     const ffpa_tensor from = ints(end);
     for (ffpa_tensor* t : {&f.k, &f.v})
-      poison<<<1, 256>>>(static_cast<uint16_t*>(t->data), 0, t->stride[1], t->stride[2], hkv, tkv, t->extent[3], static_cast<int*>(from.data), -1);
+      poison<<<1, 256>>>(static_cast<uint16_t*>(t->data), 0, t->stride[1], t->stride[2], hkv, tkv, t->extent[3],
+                         static_cast<int*>(from.data), -1);
   } else if (lengths) {
     f.seqlens_kv = ints(len_kv);
     for (ffpa_tensor* t : {&f.k, &f.v})
-      poison<<<b, 256>>>(static_cast<uint16_t*>(t->data), t->stride[0], t->stride[1], t->stride[2], hkv, nkv, t->extent[3], static_cast<int*>(f.seqlens_kv.data), -1);
+      poison<<<b, 256>>>(static_cast<uint16_t*>(t->data), t->stride[0], t->stride[1], t->stride[2], hkv, nkv,
+                         t->extent[3], static_cast<int*>(f.seqlens_kv.data), -1);
   }
   f.causal = static_cast<int>(c.integer("causal", 0));
   f.anchor = c.text("anchor", "tl") == "br" ? FFPA_BOTTOM_RIGHT : FFPA_TOP_LEFT;
@@ -281,14 +317,17 @@ bool run_case(const Case& c) {
   f.softcap = c.number("softcap", 0);
   if (c.words.count("mask")) {  // mask=BHQK as 0/1 flags of the extents that do not repeat, e.g. 0011
     const std::string e = c.text("mask", "0011");
-    f.mask = tensor(FFPA_BOOL, {e[0] == '1' ? b : 1, e[1] == '1' ? hq : 1, e[2] == '1' ? nq : 1, e[3] == '1' ? nkv : 1});
+    f.mask =
+        tensor(FFPA_BOOL, {e[0] == '1' ? b : 1, e[1] == '1' ? hq : 1, e[2] == '1' ? nq : 1, e[3] == '1' ? nkv : 1});
     random_fill(f.mask, 1);
   }
   if (c.words.count("bias")) {
     const std::string e = c.text("bias", "0011");
-    f.bias = tensor(c.integer("bias16", 0) ? dtype : FFPA_FP32, {e[0] == '1' ? b : 1, e[1] == '1' ? hq : 1, e[2] == '1' ? nq : 1, e[3] == '1' ? nkv : 1});
+    f.bias = tensor(c.integer("bias16", 0) ? dtype : FFPA_FP32,
+                    {e[0] == '1' ? b : 1, e[1] == '1' ? hq : 1, e[2] == '1' ? nq : 1, e[3] == '1' ? nkv : 1});
     random_fill(f.bias, 2);
-    if (c.integer("biasinf", 0)) minus_infinity<<<1024, 256>>>(static_cast<float*>(f.bias.data), elements(f.bias), c.integer("biasinf", 0));
+    if (c.integer("biasinf", 0))
+      minus_infinity<<<1024, 256>>>(static_cast<float*>(f.bias.data), elements(f.bias), c.integer("biasinf", 0));
   }
   if (c.integer("alibi", 0)) {
     std::vector<float> slopes(hq);
@@ -351,7 +390,9 @@ bool run_case(const Case& c) {
   for (int64_t tries = 0; static_cast<int>(rows.size()) < wanted && tries < 10 * wanted; ++tries) {
     const int s = next(b), h = next(hq);
     if (!len_q[s]) continue;
-    const int i = tries % 4 == 0 ? std::min(len_q[s] - 1, next(3)) : tries % 4 == 1 ? std::max(0, len_q[s] - 1 - next(3)) : next(len_q[s]);
+    const int i = tries % 4 == 0   ? std::min(len_q[s] - 1, next(3))
+                  : tries % 4 == 1 ? std::max(0, len_q[s] - 1 - next(3))
+                                   : next(len_q[s]);
     rows.push_back({s, h, i});
   }
   int64_t visible = 0;  // pairs of one head, all sequences
@@ -379,7 +420,9 @@ bool run_case(const Case& c) {
   std::vector<uint16_t> got(elements(f.o)), again;
   std::vector<float> got_lse(elements(f.lse));
   const bool whole = elements(f.o) < (int64_t{1} << 28);
-  const auto fetch = [&](std::vector<uint16_t>& to) { CUDA_OK(cudaMemcpy(to.data(), f.o.data, to.size() * 2, cudaMemcpyDeviceToHost)); };
+  const auto fetch = [&](std::vector<uint16_t>& to) {
+    CUDA_OK(cudaMemcpy(to.data(), f.o.data, to.size() * 2, cudaMemcpyDeviceToHost));
+  };
   fetch(got);
   CUDA_OK(cudaMemcpy(got_lse.data(), f.lse.data, got_lse.size() * 4, cudaMemcpyDeviceToHost));
   double square_error = 0, square = 0, worst = 0, worst_lse = 0;
@@ -398,8 +441,11 @@ bool run_case(const Case& c) {
       square_error += error * error, square += want * want, worst = std::max(worst, std::abs(error));
     }
     const double l = got_lse[q_batch * f.lse.stride[0] + rows[r].h * f.lse.stride[1] + q_row + rows[r].i];
-    if (std::isnan(l) || std::isinf(l) != std::isinf(hl[r])) ++nans;
-    else if (!std::isinf(l)) worst_lse = std::max(worst_lse, std::abs(l - hl[r]) / std::max(1.0, std::abs(hl[r]) * 4e-3));  // the tensor cores' sums truncate
+    if (std::isnan(l) || std::isinf(l) != std::isinf(hl[r]))
+      ++nans;
+    else if (!std::isinf(l))
+      worst_lse = std::max(
+          worst_lse, std::abs(l - hl[r]) / std::max(1.0, std::abs(hl[r]) * 4e-3));  // the tensor cores' sums truncate
   }
   int unwritten = 0;
   if (whole && !c.integer("nan", 0))
@@ -413,9 +459,10 @@ bool run_case(const Case& c) {
     same = same && again == got;
   }
   const double rmse = square ? std::sqrt(square_error / square) : std::sqrt(square_error);
-  const bool ok = !nans && !unwritten && same && (rmse < (dtype == FFPA_BF16 ? 4e-3 : 6e-4) || worst < 1e-6) && worst_lse < 1e-3;
-  std::printf("%s %-10s %-60s rmse %.1e max %.1e lse %.1e%s%s%s", ok ? "ok  " : "FAIL", kernel.c_str(), label.c_str(), rmse, worst, worst_lse,
-              nans ? " NAN" : "", unwritten ? " UNWRITTEN" : "", same ? "" : " UNREPEATABLE");
+  const bool ok =
+      !nans && !unwritten && same && (rmse < (dtype == FFPA_BF16 ? 4e-3 : 6e-4) || worst < 1e-6) && worst_lse < 1e-3;
+  std::printf("%s %-10s %-60s rmse %.1e max %.1e lse %.1e%s%s%s", ok ? "ok  " : "FAIL", kernel.c_str(), label.c_str(),
+              rmse, worst, worst_lse, nans ? " NAN" : "", unwritten ? " UNWRITTEN" : "", same ? "" : " UNREPEATABLE");
   if (const int64_t times = c.integer("time", 0)) {
     std::vector<float> ms;
     cudaEvent_t a, z;
@@ -433,7 +480,8 @@ bool run_case(const Case& c) {
     }
     std::sort(ms.begin(), ms.end());
     const double work = 2.0 * hq * visible * (d + dv);
-    std::printf("  %.3f ms  %.1f TFLOP/s (best %.1f)", ms[ms.size() / 2], work / ms[ms.size() / 2] / 1e9, work / ms[0] / 1e9);
+    std::printf("  %.3f ms  %.1f TFLOP/s (best %.1f)", ms[ms.size() / 2], work / ms[ms.size() / 2] / 1e9,
+                work / ms[0] / 1e9);
   }
   std::printf("\n");
   std::fflush(stdout);

@@ -42,9 +42,9 @@ struct ForwardParams {
   int n_seqs = 0, h_q = 0, group = 1;
   int n_q = 0, n_kv = 0;  // rows of a dense sequence; T_q, T_kv when packed
   int d_qk = 0, d_v = 0;
-  int n_tiles = 0;        // dense: tiles in all
-  bool ragged = false;    // sequences have lengths of their own, see KvCoordinates
-  int kv_rows = 0;        // rows of k and v in memory
+  int n_tiles = 0;                         // dense: tiles in all
+  bool ragged = false;                     // sequences have lengths of their own, see KvCoordinates
+  int kv_rows = 0;                         // rows of k and v in memory
   int k_batch_rows = 0, v_batch_rows = 0;  // ragged: rows from one batch to the next
   // 0 where the tensor repeats
   int q_head_step = 1, k_head_step = 1, v_head_step = 1, q_batch_step = 1, k_batch_step = 1, v_batch_step = 1;
@@ -54,13 +54,13 @@ struct ForwardParams {
   const int* seqlens_kv = nullptr;     // [B] or null
   const int* kv_batch_idx = nullptr;   // [B] or null
 
-  float scale_log2 = 0.f;              // scale * log2(e)
+  float scale_log2 = 0.f;                                   // scale * log2(e)
   int window_left = kUnbounded, window_right = kUnbounded;  // causal is window_right = 0
   bool bottom_right = false;
-  bool heavy_last = false;             // later rows see more keys: take them first
-  int section = 1;                     // query heads whose tiles are listed together, heaviest first
+  bool heavy_last = false;  // later rows see more keys: take them first
+  int section = 1;          // query heads whose tiles are listed together, heaviest first
 
-  const void* sinks = nullptr;         // [H_q] or null
+  const void* sinks = nullptr;  // [H_q] or null
   int64_t sinks_stride = 0;
   bool sinks_fp32 = false;
 
@@ -72,7 +72,7 @@ struct ForwardParams {
   bool mask_eights = false, bias_eights = false;
   const float* alibi_slopes = nullptr;
   int64_t alibi_batch = 0, alibi_head = 0;
-  Dropout dropout;                     // threshold 0 = none
+  Dropout dropout;  // threshold 0 = none
   const int64_t* dropout_state = nullptr;
   float keep_scale = 1.f;
 };

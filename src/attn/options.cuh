@@ -23,7 +23,8 @@ struct OptionRows {
 };
 
 // One element of each of the thread's columns in four groups of eight, out of loads of whole groups: lane t of a quad holds in `mine` the
-// 4 * kWords words of group t, of which kWords words from t * kWords on belong to lane t. Afterwards `mine` holds the thread's own words of the four groups.
+// 4 * kWords words of group t, of which kWords words from t * kWords on belong to lane t. Afterwards `mine` holds the thread's own
+// words of the four groups.
 template <int kWords>
 __device__ __forceinline__ void trade_groups(uint32_t (&mine)[4 * kWords]) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
@@ -64,7 +65,8 @@ __device__ __forceinline__ bool fetches_mask(const ForwardParams& p, int n_kv, i
 }
 
 template <int kColumns>
-__device__ __forceinline__ void fetch(const ForwardParams& p, const OptionRows& x, int key, FetchedWords<kColumns>& to) {
+__device__ __forceinline__ void fetch(const ForwardParams& p, const OptionRows& x, int key,
+                                      FetchedWords<kColumns>& to) {
   const int part = threadIdx.x % 4;
   if (fetches_bias<kColumns>(p, x.n_kv, key)) {
 #pragma unroll
@@ -92,7 +94,8 @@ __device__ __forceinline__ void fetch(const ForwardParams& p, const OptionRows& 
 // Calls use(i, low, high) for each pair of neighbouring elements s[i], s[i + 1] with the two elements of a row of a broadcast tensor
 // that stand at their columns. Columns past N_kv stand at the last one: `hide` discards them.
 template <int kColumns, class One, class Use>
-__device__ __forceinline__ void for_pairs(const char* const (&rows)[2], int64_t column_stride, int column, int n_kv, Use use) {
+__device__ __forceinline__ void for_pairs(const char* const (&rows)[2], int64_t column_stride, int column, int n_kv,
+                                          Use use) {
 #pragma unroll
   for (int i = 0; i < kColumns / 2; i += 2) {
     const One* row = reinterpret_cast<const One*>(rows[i / 2 % 2]);
@@ -109,7 +112,8 @@ __device__ __forceinline__ void apply_options(const ForwardParams& p, const Opti
   if (p.softcap_log2 > 0.f) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i)  // cap tanh(y) = cap - 2 cap / (1 + e^2y): exact to fp32, unlike tanh.approx
-      s[i] = fmaf(-2.f * p.softcap_log2, ptx::reciprocal_fast(1.f + ptx::exp2_fast(s[i] * p.softcap_inverse)), p.softcap_log2);
+      s[i] = fmaf(-2.f * p.softcap_log2, ptx::reciprocal_fast(1.f + ptx::exp2_fast(s[i] * p.softcap_inverse)),
+                  p.softcap_log2);
   } else {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) s[i] *= p.scale_log2;
@@ -119,7 +123,7 @@ __device__ __forceinline__ void apply_options(const ForwardParams& p, const Opti
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int four = 0; four < kColumns / 32; ++four) {
-        uint32_t(&w)[4] = fetched.word[r][four];
+        uint32_t (&w)[4] = fetched.word[r][four];
         trade_groups<1>(w);
 #pragma unroll
         for (int g = 0; g < 4; ++g) {
@@ -194,7 +198,8 @@ __device__ __forceinline__ void apply_options(const ForwardParams& p, const Opti
 // Dropout of one of the thread's rows (r) over 32 of its columns (from 8 * 4 * four): bits 4 * group + 2 * r and +1 of `keep` for the
 // thread's two columns of group `group` (of eight columns), counted from `column`; 8 groups a word. The four lanes of a quad share the
 // calls: each makes one for one of the four groups, and they trade words.
-__device__ __forceinline__ uint32_t dropout_quarter(const ForwardParams& p, const OptionRows& x, int column, int r, int four) {
+__device__ __forceinline__ uint32_t dropout_quarter(const ForwardParams& p, const OptionRows& x, int column, int r,
+                                                    int four) {
   const int part = threadIdx.x % 4;
   Dropout dropout = p.dropout;
   if (p.dropout_state) {
@@ -207,9 +212,11 @@ __device__ __forceinline__ uint32_t dropout_quarter(const ForwardParams& p, cons
 #pragma unroll
   for (int k = 0; k < 4; ++k) {  // lane part wants word `part` of the call made by lane part ^ k
     const int peer = part ^ k;
-    const uint32_t give = peer & 2 ? (peer & 1 ? mine.word[3] : mine.word[2]) : (peer & 1 ? mine.word[1] : mine.word[0]);
+    const uint32_t give =
+        peer & 2 ? (peer & 1 ? mine.word[3] : mine.word[2]) : (peer & 1 ? mine.word[1] : mine.word[0]);
     const uint32_t word = __shfl_xor_sync(~0u, give, k);
-    const uint32_t two = ((word & 0xFFFFu) >= dropout.threshold ? 1u : 0u) | ((word >> 16) >= dropout.threshold ? 2u : 0u);
+    const uint32_t two =
+        ((word & 0xFFFFu) >= dropout.threshold ? 1u : 0u) | ((word >> 16) >= dropout.threshold ? 2u : 0u);
     keep |= two << (4 * peer);
   }
   return keep << (2 * r + 16 * (four & 1));
@@ -217,7 +224,8 @@ __device__ __forceinline__ uint32_t dropout_quarter(const ForwardParams& p, cons
 
 // Bit i of word i/32: keep element i of the fragment.
 template <int kColumns>
-__device__ __forceinline__ void dropout_bits(const ForwardParams& p, const OptionRows& x, int column, uint32_t (&keep)[(kColumns + 63) / 64]) {
+__device__ __forceinline__ void dropout_bits(const ForwardParams& p, const OptionRows& x, int column,
+                                             uint32_t (&keep)[(kColumns + 63) / 64]) {
 #pragma unroll
   for (int word = 0; word < (kColumns + 63) / 64; ++word) {
     keep[word] = 0;

@@ -39,7 +39,8 @@ __device__ __forceinline__ void store_piece(const ForwardParams& p, const uint32
 // Columns [first_column, first_column + kColumns) of one of the thread's two rows (r), times `factor`. Lanes of a quad trade words
 // so that each writes 16 bytes and the quad 64: full sectors. `row` may be null: the lane takes part but writes nothing.
 template <class Element, int kColumns, int r>
-__device__ __forceinline__ void store_row(const ForwardParams& p, const float* o, float factor, Element* row, int first_column) {
+__device__ __forceinline__ void store_row(const ForwardParams& p, const float* o, float factor, Element* row,
+                                          int first_column) {
   static_assert(kColumns % 32 == 0, "a quad writes 32 columns at a time");
 #pragma unroll
   for (int c = 0; c < kColumns / 32; ++c) {

@@ -26,8 +26,8 @@ __device__ __forceinline__ KeyRange visible_keys(const ForwardParams& p, int n_q
 struct KvCoordinates {
   int row, third, fourth, head;
 };
-__device__ __forceinline__ KvCoordinates kv_coordinates(const ForwardParams& p, int batch, int first_row, int n_kv, int kv_head,
-                                                        int batch_rows, int batch_step, int head_step) {
+__device__ __forceinline__ KvCoordinates kv_coordinates(const ForwardParams& p, int batch, int first_row, int n_kv,
+                                                        int kv_head, int batch_rows, int batch_step, int head_step) {
   constexpr int kHalfRange = 1 << 30;
   if (p.ragged) return {kHalfRange - n_kv, batch * batch_rows + first_row + n_kv, kHalfRange, kv_head * head_step};
   return {0, batch * batch_step, 0, kv_head * head_step};

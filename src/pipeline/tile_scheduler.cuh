@@ -11,11 +11,11 @@ namespace ffpa::pipeline {
 
 struct Tile {
   int seq = 0, head = 0;
-  int row = 0;                  // first query row, within the sequence
-  int n_q = 0, n_kv = 0;        // of the sequence
-  int q_row = 0, q_batch = 0;   // where the sequence's rows of q, o and lse begin
+  int row = 0;                 // first query row, within the sequence
+  int n_q = 0, n_kv = 0;       // of the sequence
+  int q_row = 0, q_batch = 0;  // where the sequence's rows of q, o and lse begin
   int kv_row = 0, kv_batch = 0;
-  bool nobodys = false;         // rows past cu_seqlens_q[B]
+  bool nobodys = false;  // rows past cu_seqlens_q[B]
 };
 
 // kPacked: cu_seqlens_q may be given. Apart, because it costs: the compiler cannot prove that what comes of the search is uniform, and

@@ -26,9 +26,10 @@ __device__ __forceinline__ RemoteMbarrier mapa(Mbarrier b, uint32_t rank) { retu
 
 // cp.async.bulk, shared memory of this CTA to that of another; the bytes count towards `arrive` over there. 16-byte pieces.
 __device__ __forceinline__ void bulk_copy(uint32_t to_remote, uint32_t from, uint32_t bytes, RemoteMbarrier arrive) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to_remote),
-               "r"(from), "r"(bytes), "r"(arrive.address)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to_remote),
+      "r"(from), "r"(bytes), "r"(arrive.address)
+      : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until the sources of this thread's committed copies may be overwritten.

@@ -48,7 +48,9 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier b, uint32_t parity) {
       "@done bra over;\n"
       "bra again;\n"
       "over:\n"
-      "}" ::"r"(b.address), "r"(parity) : "memory");
+      "}" ::"r"(b.address),
+      "r"(parity)
+      : "memory");
 }
 
 }  // namespace ffpa::ptx

@@ -13,9 +13,11 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 // cp.async.bulk.tensor.4d
-__device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, int c3, Mbarrier full) {
+__device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, int c3,
+                                         Mbarrier full) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3,%4,%5}], [%6];" ::"r"(to),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3,%4,%5}], [%6];" ::
+          "r"(to),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(full.address)
       : "memory");
 }
@@ -23,8 +25,8 @@ __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, in
 __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4,
                                          Mbarrier full) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3,%4,%5,%6}], [%7];" ::"r"(
-          to),
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3,%4,%5,%6}], "
+      "[%7];" ::"r"(to),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(full.address)
       : "memory");
 }

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/sm90/fwd_host.h"
-
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -8,6 +6,7 @@
 #include <cmath>
 
 #include "core/words.h"
+#include "kernels/sm90/fwd_host.h"
 
 namespace ffpa::sm90 {
 namespace {
@@ -19,7 +18,8 @@ Encode encode_function() {
   static const Encode found = [] {
     void* f = nullptr;
     cudaDriverEntryPointQueryResult result{};
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result) != cudaSuccess)
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result) !=
+        cudaSuccess)
       f = nullptr;
     return reinterpret_cast<Encode>(f);
   }();
@@ -41,12 +41,15 @@ bool is_hopper(int device) {
 }
 
 std::string refuses_tensor(const char* name, const ffpa_tensor& t) {
-  if (reinterpret_cast<uintptr_t>(t.data) % 16) return words(name, ": must be aligned to 16 bytes for tensor copies, but is not");
-  if (t.stride[3] != 1 && t.extent[3] != 1) return words(name, ": stride 3 (columns) must be 1 for tensor copies, but is ", t.stride[3]);
+  if (reinterpret_cast<uintptr_t>(t.data) % 16)
+    return words(name, ": must be aligned to 16 bytes for tensor copies, but is not");
+  if (t.stride[3] != 1 && t.extent[3] != 1)
+    return words(name, ": stride 3 (columns) must be 1 for tensor copies, but is ", t.stride[3]);
   for (int axis = 0; axis < 3; ++axis)
     if (t.extent[axis] > 1 && t.stride[axis] % 8)
       return words(name, ": stride ", axis, " must be a multiple of 8 for tensor copies, but is ", t.stride[axis]);
-  if (t.extent[2] > 1 && t.stride[2] == 0) return words(name, ": stride 2 (rows) must not be 0 for tensor copies, but is");
+  if (t.extent[2] > 1 && t.stride[2] == 0)
+    return words(name, ": stride 2 (rows) must not be 0 for tensor copies, but is");
   return {};
 }
 
@@ -67,22 +70,28 @@ bool encode(CUtensorMap* map, const ffpa_tensor& t, int rank, const Dimension* d
   cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1}, step[5] = {1, 1, 1, 1, 1};
   for (int i = 0; i < rank; ++i) extent[i] = static_cast<cuuint64_t>(d[i].extent);
   for (int i = 1; i < rank; ++i) stride[i - 1] = static_cast<cuuint64_t>(d[i].stride_bytes);
-  return encode_function()(map, t.dtype == FFPA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+  return encode_function()(map,
+                           t.dtype == FFPA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                            static_cast<cuuint32_t>(rank), t.data, extent, stride, box, step,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // The copy of K or V. Coordinates: see attn::ForwardParams::ragged.
 constexpr int64_t kHalfRange = int64_t{1} << 30;
 bool encode_kv(CUtensorMap* map, const ffpa_tensor& t, bool ragged, int box_rows) {
-  const int64_t rows = t.extent[2], row_bytes = rows > 1 ? t.stride[2] * 2 : ragged && t.extent[0] > 1 ? t.stride[0] * 2 : 16;
+  const int64_t rows = t.extent[2], row_bytes = rows > 1                    ? t.stride[2] * 2
+                                                : ragged && t.extent[0] > 1 ? t.stride[0] * 2
+                                                                            : 16;
   if (!ragged) {
     const Dimension d[5] = {{t.extent[3], 2}, {rows, row_bytes}, dimension(t, 0), {1, 16}, dimension(t, 1)};
     return encode(map, t, 5, d, box_rows);
   }
-  const Dimension d[5] = {{t.extent[3], 2}, {kHalfRange, row_bytes}, {2 * kHalfRange - 1, row_bytes},
-                          {kHalfRange + 1, (int64_t{1} << 34) - row_bytes}, dimension(t, 1)};
+  const Dimension d[5] = {{t.extent[3], 2},
+                          {kHalfRange, row_bytes},
+                          {2 * kHalfRange - 1, row_bytes},
+                          {kHalfRange + 1, (int64_t{1} << 34) - row_bytes},
+                          dimension(t, 1)};
   return encode(map, t, 5, d, box_rows);
 }
 
@@ -105,7 +114,9 @@ attn::Broadcast broadcast(const ffpa_tensor& t) {
   return {t.data, broadcast_stride(t, 0), broadcast_stride(t, 1), broadcast_stride(t, 2), broadcast_stride(t, 3)};
 }
 
-int bounded(int64_t window) { return window < 0 || window > attn::kUnbounded ? attn::kUnbounded : static_cast<int>(window); }
+int bounded(int64_t window) {
+  return window < 0 || window > attn::kUnbounded ? attn::kUnbounded : static_cast<int>(window);
+}
 
 }  // namespace
 
@@ -125,7 +136,8 @@ const char* machine_lacks_hopper() {
 
 std::string tensor_maps_refuse(const Problem& p) {
   const ffpa_forward_problem& f = p.fwd();
-  if (!is_hopper(f.q.device_index)) return words("q: must lie on a GPU of compute capability 9.0, but device ", f.q.device_index, " is not one");
+  if (!is_hopper(f.q.device_index))
+    return words("q: must lie on a GPU of compute capability 9.0, but device ", f.q.device_index, " is not one");
   if (p.paged()) return "block_table: must be absent, but is given";
   for (const auto& [name, t] : {std::pair<const char*, const ffpa_tensor&>{"q", f.q}, {"k", f.k}, {"v", f.v}})
     if (std::string reason = refuses_tensor(name, t); !reason.empty()) return reason;
@@ -133,9 +145,11 @@ std::string tensor_maps_refuse(const Problem& p) {
     for (const auto& [name, t] : {std::pair<const char*, const ffpa_tensor&>{"k", f.k}, {"v", f.v}})
       if (t.extent[0] > 1 && t.extent[2] > 1) {
         if (t.stride[0] % t.stride[2])
-          return words(name, ": with lengths stride 0 must be a multiple of stride 2, ", t.stride[2], ", but is ", t.stride[0]);
+          return words(name, ": with lengths stride 0 must be a multiple of stride 2, ", t.stride[2], ", but is ",
+                       t.stride[0]);
         if (t.stride[0] / t.stride[2] * t.extent[0] >= kHalfRange)
-          return words(name, ": with lengths stride 0 * extent 0 / stride 2 must be below 2^30, but is ", t.stride[0] / t.stride[2] * t.extent[0]);
+          return words(name, ": with lengths stride 0 * extent 0 / stride 2 must be below 2^30, but is ",
+                       t.stride[0] / t.stride[2] * t.extent[0]);
       }
   constexpr int64_t kMostRows = int64_t{1} << 29;
   for (const auto& [name, n] : {std::pair{"N_q", p.packed_q() ? f.q.extent[2] : p.n_q}, {"N_kv", f.k.extent[2]}})
@@ -201,7 +215,8 @@ Status fill_forward_params(const Problem& p, const Boxes& boxes, attn::ForwardPa
   const int64_t row_tiles = a.q.extent[2] / boxes.tile_q + 1;
   const int64_t tiles = p.packed_q() ? (row_tiles + p.n_seqs) * p.h_q  // at most
                                      : (a.q.extent[2] + boxes.tile_q - 1) / boxes.tile_q * p.h_q * p.n_seqs;
-  if (tiles > (int64_t{1} << 30)) return {FFPA_NOT_SUPPORTED, words("q: B * H_q * N_q / ", boxes.tile_q, " must be at most 2^30, but is ", tiles)};
+  if (tiles > (int64_t{1} << 30))
+    return {FFPA_NOT_SUPPORTED, words("q: B * H_q * N_q / ", boxes.tile_q, " must be at most 2^30, but is ", tiles)};
   f->n_tiles = static_cast<int>(tiles);
   const auto ints = [](const ffpa_tensor& t) { return present(t) ? static_cast<const int*>(t.data) : nullptr; };
   f->cu_seqlens_q = ints(a.cu_seqlens_q);
@@ -216,7 +231,8 @@ Status fill_forward_params(const Problem& p, const Boxes& boxes, attn::ForwardPa
   f->heavy_last = f->window_right != attn::kUnbounded;
   // Uneven tiles are taken heaviest first over as many heads as keep their K and V in a good half of L2 (60 MB).
   const int64_t head_bytes = std::max<int64_t>(a.k.extent[2] * (p.d_qk + p.d_v) * 2, 1);
-  f->section = f->heavy_last ? static_cast<int>(std::clamp<int64_t>((int64_t{40} << 20) / head_bytes, 1, 1 << 20) * p.group) : 1;
+  f->section =
+      f->heavy_last ? static_cast<int>(std::clamp<int64_t>((int64_t{40} << 20) / head_bytes, 1, 1 << 20) * p.group) : 1;
   if (present(a.sinks)) {
     f->sinks = a.sinks.data;
     f->sinks_stride = a.sinks.stride[0];
@@ -263,7 +279,8 @@ int workers(const attn::ForwardParams& f, int resident) {
 Status allow_shared_memory(const void* kernel, uint32_t bytes, int device, uint64_t* done) {
   const std::atomic_ref<uint64_t> mark(*done);
   if (mark.load(std::memory_order_relaxed) >> device & 1) return {};
-  if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (const cudaError_t e =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
       e != cudaSuccess)
     return {FFPA_DEVICE_ERROR, words("cudaFuncSetAttribute: ", cudaGetErrorString(e))};
   mark.fetch_or(uint64_t{1} << device, std::memory_order_relaxed);

@@ -50,13 +50,13 @@ namespace ffpa::sm90::fwd_cluster_dv {
 template <class Element_, int kDvSlice_, attn::Features kFeatures>
 struct Config {
   using Element = Element_;
-  static constexpr int kDvSlice = kDvSlice_;      // columns of O and V of one CTA
+  static constexpr int kDvSlice = kDvSlice_;  // columns of O and V of one CTA
   static constexpr bool kOptions = attn::has_options(kFeatures);
   static constexpr bool kPacked = attn::has_packed(kFeatures);
   static constexpr int kCluster = 2;
   static constexpr int kTileQ = 128, kTileKv = 128, kOwnKeys = kTileKv / kCluster;
-  static constexpr int kChunkD = 128;             // columns of K in a stage
-  static constexpr int kChunkKeys = 32;           // keys of V in a stage
+  static constexpr int kChunkD = 128;    // columns of K in a stage
+  static constexpr int kChunkKeys = 32;  // keys of V in a stage
   static constexpr int kVChunks = kTileKv / kChunkKeys;
   static constexpr int kThreads = 384, kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kMaxStages = 8, kMinStages = 3;
@@ -64,7 +64,8 @@ struct Config {
   static constexpr uint32_t kKBoxBytes = kOwnKeys * 128, kVBoxBytes = kChunkKeys * 128, kQBoxBytes = 64 * 128;
   static constexpr int kVBoxes = (kDvSlice + 63) / 64;
   static constexpr uint32_t kVChunkBytes = kVBoxes * kVBoxBytes;
-  static constexpr uint32_t kPBytes = 64 * kOwnKeys * 2, kRowBytes = 64 * 4;  // of one warpgroup: P of its rows, a float a row
+  static constexpr uint32_t kPBytes = 64 * kOwnKeys * 2,
+                            kRowBytes = 64 * 4;  // of one warpgroup: P of its rows, a float a row
   static constexpr uint32_t kSharedLimit = 232448;
   static_assert(kDvSlice % 32 == 0 && kDvSlice <= 256, "a slice is one wgmma wide and stored 32 columns at a time");
   static_assert(kKBoxBytes * (kChunkD / 64) == kStageBytes, "a K chunk fills a stage");
@@ -123,7 +124,8 @@ template <class C>
 __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared, int rank) {
   const attn::ForwardParams& f = p.f;
   const bool leader = ptx::elect_one();
-  pipeline::TileScheduler<C::kTileQ, C::kPacked, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster, gridDim.x / C::kCluster);
+  pipeline::TileScheduler<C::kTileQ, C::kPacked, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster,
+                                                                                gridDim.x / C::kCluster);
   pipeline::Tile t;
   pipeline::RingPlace place;
   uint32_t q_phase = 0;
@@ -148,7 +150,8 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
           const int stage = shared.ring.fill(place, boxes * C::kKBoxBytes);
           for (int box = 0; box < boxes; ++box)
             ptx::tma_load(shared.stages + stage * C::kStageBytes + box * C::kKBoxBytes, &f.k, c * C::kChunkD + box * 64,
-                          k.row + block * C::kTileKv + rank * C::kOwnKeys, k.third, k.fourth, k.head, shared.ring.full[stage]);
+                          k.row + block * C::kTileKv + rank * C::kOwnKeys, k.third, k.fourth, k.head,
+                          shared.ring.full[stage]);
         }
       };
       const auto load_v = [&](int block) {  // the keys of the own half of P first
@@ -157,8 +160,9 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
           const int key = block * C::kTileKv + half * C::kOwnKeys + c % (C::kVChunks / 2) * C::kChunkKeys;
           const int stage = shared.ring.fill(place, C::kVChunkBytes);
           for (int box = 0; box < C::kVBoxes; ++box)
-            ptx::tma_load(shared.stages + stage * C::kStageBytes + box * C::kVBoxBytes, &f.v, rank * C::kDvSlice + box * 64,
-                          v.row + key, v.third, v.fourth, v.head, shared.ring.full[stage]);
+            ptx::tma_load(shared.stages + stage * C::kStageBytes + box * C::kVBoxBytes, &f.v,
+                          rank * C::kDvSlice + box * 64, v.row + key, v.third, v.fourth, v.head,
+                          shared.ring.full[stage]);
         }
       };
       load_k(blocks.first);
@@ -184,23 +188,29 @@ struct Consumer {
   const Shared<C> shared;
   const int wg, rank, warp, lane, thread;
   pipeline::RingPlace place;
-  int oldest = 0;                 // stage to be released next
+  int oldest = 0;  // stage to be released next
   uint32_t p_phase = 0, q_phase = 0, l_phase = 0;
-  uint32_t free_phase = 1;        // of p_free: the first wait passes
+  uint32_t free_phase = 1;  // of p_free: the first wait passes
   uint32_t q_low, k_low, v_low, p_in_low;
   float o[kOutputs], s[kScores];
-  uint32_t p_words[kScores / 2];  // P of the own keys, as A fragments
+  uint32_t p_words[kScores / 2];            // P of the own keys, as A fragments
   attn::FetchedWords<C::kOwnKeys> fetched;  // options of the next block
-  uint32_t drawn = 0;             // dropout: bit i, keep element i
+  uint32_t drawn = 0;                       // dropout: bit i, keep element i
   // Per row, base 2. ref: agreed by both CTAs before the block in work. used: what the own P and o are relative to.
   float ref[2], used[2], top[2], sum[2], alpha[2];
   pipeline::Tile t;
   Blocks blocks;
-  int all_see_from, all_see_to;   // keys that all 64 rows see
+  int all_see_from, all_see_to;  // keys that all 64 rows see
 
   __device__ __forceinline__ Consumer(const Params& params, const Shared<C>& sh, int wg_idx, int cta_rank)
-      : p(params), f(params.f), shared(sh), wg(wg_idx), rank(cta_rank), warp(ptx::uniform(threadIdx.x % 128 / 32)),
-        lane(threadIdx.x % 32), thread(threadIdx.x % 128) {
+      : p(params),
+        f(params.f),
+        shared(sh),
+        wg(wg_idx),
+        rank(cta_rank),
+        warp(ptx::uniform(threadIdx.x % 128 / 32)),
+        lane(threadIdx.x % 32),
+        thread(threadIdx.x % 128) {
     q_low = tile::k_major(shared.q + wg * p.n_d_boxes * C::kQBoxBytes);
     k_low = tile::k_major(shared.stages);
     v_low = tile::mn_major(shared.stages, C::kVBoxBytes);
@@ -210,10 +220,18 @@ struct Consumer {
   using Storage = SharedStorage<C>;
   __device__ __forceinline__ uint32_t p_in() const { return shared.base + offsetof(Storage, p_in) + wg * C::kPBytes; }
   __device__ __forceinline__ uint32_t p_out() const { return shared.base + offsetof(Storage, p_out) + wg * C::kPBytes; }
-  __device__ __forceinline__ uint32_t max_in() const { return shared.base + offsetof(Storage, max_in) + wg * C::kRowBytes; }
-  __device__ __forceinline__ uint32_t max_out() const { return shared.base + offsetof(Storage, max_out) + wg * C::kRowBytes; }
-  __device__ __forceinline__ uint32_t sum_in() const { return shared.base + offsetof(Storage, sum_in) + wg * C::kRowBytes; }
-  __device__ __forceinline__ int row() const { return warp * 16 + lane / 4; }  // the first of the thread's two; the other is +8
+  __device__ __forceinline__ uint32_t max_in() const {
+    return shared.base + offsetof(Storage, max_in) + wg * C::kRowBytes;
+  }
+  __device__ __forceinline__ uint32_t max_out() const {
+    return shared.base + offsetof(Storage, max_out) + wg * C::kRowBytes;
+  }
+  __device__ __forceinline__ uint32_t sum_in() const {
+    return shared.base + offsetof(Storage, sum_in) + wg * C::kRowBytes;
+  }
+  __device__ __forceinline__ int row() const {
+    return warp * 16 + lane / 4;
+  }  // the first of the thread's two; the other is +8
 
   // ---- products. Each call adds one committed group of wgmma.
   __device__ __forceinline__ void release() {
@@ -252,7 +270,8 @@ struct Consumer {
       if (f.dropout.threshold && chunk < 4) {
         const int end = chunk + 1 == p.n_d_boxes / 2 ? 4 : chunk + 1;
         if (chunk == 0) drawn = 0;
-        for (int quarter = chunk; quarter < end; ++quarter) drawn |= attn::dropout_quarter(f, options(), own_key(j), quarter & 1, quarter >> 1);
+        for (int quarter = chunk; quarter < end; ++quarter)
+          drawn |= attn::dropout_quarter(f, options(), own_key(j), quarter & 1, quarter >> 1);
       }
   }
   template <int kChunk>
@@ -265,7 +284,8 @@ struct Consumer {
       constexpr int kHalf = C::kVChunks / 2;
       const int step = kChunk % kHalf * (C::kChunkKeys / 16) + x;
       if constexpr (kChunk < kHalf)
-        ptx::Wgmma<C::kDvSlice>::template rs<Element, 1>(o, p_words + 4 * step, tile::descriptor(v + x * tile::kMnMajorStep), 1);
+        ptx::Wgmma<C::kDvSlice>::template rs<Element, 1>(o, p_words + 4 * step,
+                                                         tile::descriptor(v + x * tile::kMnMajorStep), 1);
       else
         ptx::Wgmma<C::kDvSlice>::template ss<Element, 1>(o, tile::descriptor(p_in_low + step * tile::kKMajorStep),
                                                          tile::descriptor(v + x * tile::kMnMajorStep), 1);
@@ -273,7 +293,9 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ attn::OptionRows options() const { return {t.seq, t.head, t.n_q, t.n_kv, t.row + wg * 64 + row()}; }
+  __device__ __forceinline__ attn::OptionRows options() const {
+    return {t.seq, t.head, t.n_q, t.n_kv, t.row + wg * 64 + row()};
+  }
 
   // ---- softmax
   // Logits (with options: in base 2), invisible ones -inf; then the running maximum of the own half, in base 2.
@@ -288,7 +310,8 @@ struct Consumer {
     const int key = own_key(j), column = key + lane % 4 * 2;
     if (key < all_see_from || key + C::kOwnKeys > all_see_to) {
       const int first = t.row + wg * 64 + row();
-      const attn::KeyRange range[2] = {attn::visible_keys(f, t.n_q, t.n_kv, first), attn::visible_keys(f, t.n_q, t.n_kv, first + 8)};
+      const attn::KeyRange range[2] = {attn::visible_keys(f, t.n_q, t.n_kv, first),
+                                       attn::visible_keys(f, t.n_q, t.n_kv, first + 8)};
       attn::hide<C::kOwnKeys>(s, column, range);
     }
     float a, b;
@@ -315,7 +338,8 @@ struct Consumer {
   template <int kHalf>
   __device__ __forceinline__ void exponentials() {
     const float c = exponent_scale(), a = attn::shift_of(used[0]), b = attn::shift_of(used[1]);
-    const int lane_row = warp * 16 + (lane / 8 & 1) * 8 + lane % 8;  // the row whose address this lane gives to stmatrix
+    const int lane_row =
+        warp * 16 + (lane / 8 & 1) * 8 + lane % 8;  // the row whose address this lane gives to stmatrix
 #pragma unroll
     for (int i = 4 * kHalf; i < 4 * kHalf + 4; ++i) {
       float e[4];
@@ -547,7 +571,8 @@ struct Consumer {
     stage_rows(sum);
     if (lane == 0) {
       const int peer = rank ^ 1;
-      ptx::bulk_copy(ptx::mapa(sum_in() + warp * 64, peer), max_out() + warp * 64, 64, ptx::mapa(shared.l_full[wg], peer));
+      ptx::bulk_copy(ptx::mapa(sum_in() + warp * 64, peer), max_out() + warp * 64, 64,
+                     ptx::mapa(shared.l_full[wg], peer));
       ptx::bulk_commit();
     }
     ptx::mbarrier_wait(shared.l_full[wg], l_phase);
@@ -572,7 +597,8 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     arm_p();
     if (thread == 0) ptx::mbarrier_arrive_expect(shared.l_full[wg], C::kRowBytes);
-    pipeline::TileScheduler<C::kTileQ, C::kPacked, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster, gridDim.x / C::kCluster);
+    pipeline::TileScheduler<C::kTileQ, C::kPacked, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster,
+                                                                                  gridDim.x / C::kCluster);
     while (scheduler.next(f, t)) {
       blocks = blocks_of<C>(f, t);
       if (blocks.count) {

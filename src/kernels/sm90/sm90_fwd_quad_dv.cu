@@ -1,11 +1,10 @@
 // Choice of instance of sm90_fwd_quad_dv. SPDX-License-Identifier: Apache-2.0
-#include "kernels/sm90/sm90_fwd_quad_dv.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "core/words.h"
 #include "kernels/sm90/fwd_host.h"
+#include "kernels/sm90/sm90_fwd_quad_dv.h"
 
 namespace ffpa::sm90::fwd_quad_dv {
 
@@ -22,9 +21,12 @@ Status run_forward(const Problem& p, const Choice&, void*, void* stream) {
   if (nothing_to_write(p)) return {};
   const auto run = [&]<class Element, int kDvSlice>() {
     switch (features_needed(p)) {
-      case attn::Features::kDense: return launch<Element, kDvSlice, attn::Features::kDense>(p, static_cast<cudaStream_t>(stream));
-      case attn::Features::kPacked: return launch<Element, kDvSlice, attn::Features::kPacked>(p, static_cast<cudaStream_t>(stream));
-      case attn::Features::kOptions: return launch<Element, kDvSlice, attn::Features::kOptions>(p, static_cast<cudaStream_t>(stream));
+      case attn::Features::kDense:
+        return launch<Element, kDvSlice, attn::Features::kDense>(p, static_cast<cudaStream_t>(stream));
+      case attn::Features::kPacked:
+        return launch<Element, kDvSlice, attn::Features::kPacked>(p, static_cast<cudaStream_t>(stream));
+      case attn::Features::kOptions:
+        return launch<Element, kDvSlice, attn::Features::kOptions>(p, static_cast<cudaStream_t>(stream));
       default: return launch<Element, kDvSlice, attn::Features::kAll>(p, static_cast<cudaStream_t>(stream));
     }
   };

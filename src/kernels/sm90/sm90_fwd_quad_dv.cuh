@@ -51,15 +51,15 @@ struct Config {
   static constexpr bool kPacked = attn::has_packed(kFeatures);
   static constexpr int kCluster = 2, kParties = 4;
   static constexpr int kTileQ = 64, kTileKv = 128, kOwnKeys = kTileKv / kParties;
-  static constexpr int kChunkD = 128;     // columns of K in a stage
-  static constexpr int kChunkKeys = 16;   // keys of V in a stage
+  static constexpr int kChunkD = 128;    // columns of K in a stage
+  static constexpr int kChunkKeys = 16;  // keys of V in a stage
   static constexpr int kVChunks = kTileKv / kChunkKeys;
   static constexpr int kThreads = 384, kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kMaxStages = 8, kMinStages = 3;
   static constexpr uint32_t kStageBytes = 16384, kSharedLimit = 232448;
   static constexpr int kKRows = 2 * kOwnKeys;  // keys of both warpgroups
   static constexpr uint32_t kKBoxBytes = kKRows * 128, kVBoxBytes = kChunkKeys * 128, kQBoxBytes = kTileQ * 128;
-  static constexpr int kVBoxes = (kDvSlice + 63) / 64;  // of one party
+  static constexpr int kVBoxes = (kDvSlice + 63) / 64;                                // of one party
   static constexpr uint32_t kPBytes = kTileQ * kOwnKeys * 2, kRowBytes = kTileQ * 4;  // of one party
   static_assert(kDvSlice % 32 == 0 && kDvSlice <= 256, "a slice is one wgmma wide and stored 32 columns at a time");
   static_assert(kKBoxBytes * (kChunkD / 64) == kStageBytes, "a K chunk fills a stage");
@@ -68,7 +68,7 @@ struct Config {
 };
 
 template <class C>
-struct SharedStorage {  // followed by n_stages stages, then Q: D_qk/64 boxes of 64 rows
+struct SharedStorage {                    // followed by n_stages stages, then Q: D_qk/64 boxes of 64 rows
   uint8_t p[2][C::kParties][C::kPBytes];  // two exchanges in turn
   float rows[2][C::kParties][C::kTileQ];  // maxima; at the end of a tile sums
 };
@@ -93,7 +93,8 @@ struct Shared {
     stages = base + kFixedBytes<C>;
     q = stages + p.n_stages * C::kStageBytes;
     const uint32_t barriers = base + sizeof(SharedStorage<C>);
-    ring = {{barriers + uint32_t(offsetof(Barriers, full))}, {barriers + uint32_t(offsetof(Barriers, empty))}, p.n_stages};
+    ring = {
+        {barriers + uint32_t(offsetof(Barriers, full))}, {barriers + uint32_t(offsetof(Barriers, empty))}, p.n_stages};
     q_full = {barriers + uint32_t(offsetof(Barriers, q_full))};
     q_empty = {barriers + uint32_t(offsetof(Barriers, q_empty))};
     p_full = {barriers + uint32_t(offsetof(Barriers, p_full))};
@@ -117,7 +118,8 @@ template <class C>
 __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared, int rank) {
   const attn::ForwardParams& f = p.f;
   const bool leader = ptx::elect_one();
-  pipeline::TileScheduler<C::kTileQ, C::kPacked, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster, gridDim.x / C::kCluster);
+  pipeline::TileScheduler<C::kTileQ, C::kPacked, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster,
+                                                                                gridDim.x / C::kCluster);
   pipeline::Tile t;
   pipeline::RingPlace place;
   uint32_t q_phase = 0;
@@ -141,7 +143,8 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
           const int stage = shared.ring.fill(place, boxes * C::kKBoxBytes);
           for (int box = 0; box < boxes; ++box)
             ptx::tma_load(shared.stages + stage * C::kStageBytes + box * C::kKBoxBytes, &f.k, c * C::kChunkD + box * 64,
-                          k.row + block * C::kTileKv + rank * C::kKRows, k.third, k.fourth, k.head, shared.ring.full[stage]);
+                          k.row + block * C::kTileKv + rank * C::kKRows, k.third, k.fourth, k.head,
+                          shared.ring.full[stage]);
         }
       };
       const auto load_v = [&](int block) {
@@ -150,7 +153,8 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
           for (int box = 0; box < 2 * C::kVBoxes; ++box)
             ptx::tma_load(shared.stages + stage * C::kStageBytes + box * C::kVBoxBytes, &f.v,
                           (2 * rank + box / C::kVBoxes) * C::kDvSlice + box % C::kVBoxes * 64,
-                          v.row + block * C::kTileKv + c * C::kChunkKeys, v.third, v.fourth, v.head, shared.ring.full[stage]);
+                          v.row + block * C::kTileKv + c * C::kChunkKeys, v.third, v.fourth, v.head,
+                          shared.ring.full[stage]);
         }
       };
       load_k(blocks.first);
@@ -177,7 +181,7 @@ struct Consumer {
   const Shared<C> shared;
   const int wg, rank, party, warp, lane, thread;
   pipeline::RingPlace place;
-  int oldest = 0;      // stage to be released next
+  int oldest = 0;  // stage to be released next
   uint32_t q_phase = 0;
   int sent = 0, seen = 0;  // exchanges so far: the buffer is the lowest bit, the phase the next
   uint32_t q_low, k_low, v_low, p_low;
@@ -191,14 +195,23 @@ struct Consumer {
   int all_see_from, all_see_to;  // keys that all 64 rows see
 
   __device__ __forceinline__ Consumer(const Params& params, const Shared<C>& sh, int wg_idx, int cta_rank)
-      : p(params), f(params.f), shared(sh), wg(wg_idx), rank(cta_rank), party(2 * cta_rank + wg_idx),
-        warp(ptx::uniform(threadIdx.x % 128 / 32)), lane(threadIdx.x % 32), thread(threadIdx.x % 128) {
+      : p(params),
+        f(params.f),
+        shared(sh),
+        wg(wg_idx),
+        rank(cta_rank),
+        party(2 * cta_rank + wg_idx),
+        warp(ptx::uniform(threadIdx.x % 128 / 32)),
+        lane(threadIdx.x % 32),
+        thread(threadIdx.x % 128) {
     q_low = tile::k_major(shared.q);
     k_low = tile::k_major(shared.stages + wg * C::kOwnKeys * 128);
     v_low = tile::mn_major(shared.stages + wg * C::kVBoxes * C::kVBoxBytes, C::kVBoxBytes);
     p_low = tile::k_major(shared.base);
   }
-  __device__ __forceinline__ int row() const { return warp * 16 + lane / 4; }  // the first of the thread's two; the other is +8
+  __device__ __forceinline__ int row() const {
+    return warp * 16 + lane / 4;
+  }  // the first of the thread's two; the other is +8
   __device__ __forceinline__ uint32_t p_slot(int buffer, int of) const {
     return shared.base + offsetof(Storage, p) + (buffer * C::kParties + of) * C::kPBytes;
   }
@@ -243,7 +256,8 @@ struct Consumer {
     const uint32_t v = v_low + stage * (C::kStageBytes / 16);
     const uint32_t a = p_low + (buffer * C::kParties + kChunk / 2) * (C::kPBytes / 16) + kChunk % 2 * tile::kKMajorStep;
     ptx::wgmma_fence();
-    ptx::Wgmma<C::kDvSlice>::template ss<Element, 1>(o, ptx::matrix_descriptor(a, tile::kDescriptorHigh64), tile::descriptor(v), 1);
+    ptx::Wgmma<C::kDvSlice>::template ss<Element, 1>(o, ptx::matrix_descriptor(a, tile::kDescriptorHigh64),
+                                                     tile::descriptor(v), 1);
     ptx::wgmma_commit();
   }
 
@@ -260,7 +274,8 @@ struct Consumer {
     }
     if (key < all_see_from || key + C::kOwnKeys > all_see_to) {
       const int first = t.row + row();
-      const attn::KeyRange range[2] = {attn::visible_keys(f, t.n_q, t.n_kv, first), attn::visible_keys(f, t.n_q, t.n_kv, first + 8)};
+      const attn::KeyRange range[2] = {attn::visible_keys(f, t.n_q, t.n_kv, first),
+                                       attn::visible_keys(f, t.n_q, t.n_kv, first + 8)};
       attn::hide<C::kOwnKeys>(s, column, range);
     }
     const float c = C::kOptions ? 1.f : f.scale_log2;
@@ -287,10 +302,12 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) p_words[i] = ptx::pack<Element>(s[2 * i], s[2 * i + 1]);
     const int buffer = begin_exchange();
-    const int lane_row = warp * 16 + (lane / 8 & 1) * 8 + lane % 8;  // the row whose address this lane gives to stmatrix
+    const int lane_row =
+        warp * 16 + (lane / 8 & 1) * 8 + lane % 8;  // the row whose address this lane gives to stmatrix
 #pragma unroll
     for (int i = 0; i < 4; i += 2)
-      ptx::stmatrix_x4(p_slot(buffer, party) + lane_row * 64 + (((i + (lane >> 4)) ^ (lane_row >> 1 & 3)) << 4), p_words + 2 * i);
+      ptx::stmatrix_x4(p_slot(buffer, party) + lane_row * 64 + (((i + (lane >> 4)) ^ (lane_row >> 1 & 3)) << 4),
+                       p_words + 2 * i);
     end_exchange<true>(buffer, top);
   }
 
@@ -359,7 +376,8 @@ struct Consumer {
       if (lane == 0) ptx::bulk_wait_read();  // the own P has left
       __syncwarp();
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // this warpgroup's own party and the one opposite; the other's sees to the rest
+      for (int half = 0; half < 2;
+           ++half) {  // this warpgroup's own party and the one opposite; the other's sees to the rest
         const int q = 2 * half + wg;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -479,7 +497,8 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    pipeline::TileScheduler<C::kTileQ, C::kPacked, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster, gridDim.x / C::kCluster);
+    pipeline::TileScheduler<C::kTileQ, C::kPacked, attn::ForwardParams> scheduler(blockIdx.x / C::kCluster,
+                                                                                  gridDim.x / C::kCluster);
     while (scheduler.next(f, t)) {
       blocks = blocks_of<C>(f, t);
       tile_begin();

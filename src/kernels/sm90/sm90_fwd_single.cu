@@ -1,11 +1,10 @@
 // Choice of instance of sm90_fwd_single. SPDX-License-Identifier: Apache-2.0
-#include "kernels/sm90/sm90_fwd_single.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "core/words.h"
 #include "kernels/sm90/fwd_host.h"
+#include "kernels/sm90/sm90_fwd_single.h"
 
 namespace ffpa::sm90::fwd_single {
 
@@ -35,7 +34,8 @@ Status run_forward(const Problem& p, const Choice&, void*, void* stream) {
     if (p.d_qk <= 192 && p.d_v <= 192) return run.template operator()<Element, 192, 192>();
     return run.template operator()<Element, 256, 256>();
   };
-  return p.fwd().q.dtype == FFPA_BF16 ? choose.template operator()<__nv_bfloat16>() : choose.template operator()<__half>();
+  return p.fwd().q.dtype == FFPA_BF16 ? choose.template operator()<__nv_bfloat16>()
+                                      : choose.template operator()<__half>();
 }
 
 }  // namespace ffpa::sm90::fwd_single

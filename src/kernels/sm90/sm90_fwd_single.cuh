@@ -51,7 +51,8 @@ struct Config {
   static constexpr bool kPacked = attn::has_packed(kFeatures);
   static constexpr int kStages = 2;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160, kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160,
+                       kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
   static constexpr uint32_t kQBoxBytes = 64 * 128, kKvBoxBytes = kTileKv * 128;
   static constexpr uint32_t kQBytes = kWarpgroups * (kDqk / 64) * kQBoxBytes;
   static constexpr uint32_t kKBytes = kDqk / 64 * kKvBoxBytes, kVBytes = kDv / 64 * kKvBoxBytes;
@@ -119,8 +120,8 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
       ptx::mbarrier_arrive_expect(shared.q_full, C::kQBytes);
       for (int wg = 0; wg < C::kWarpgroups; ++wg)
         for (int box = 0; box < C::kDqk / 64; ++box)
-          ptx::tma_load(shared.q + (wg * (C::kDqk / 64) + box) * C::kQBoxBytes, &f.q, box * 64, t.q_row + t.row + wg * 64,
-                        t.head * f.q_head_step, t.q_batch * f.q_batch_step, shared.q_full);
+          ptx::tma_load(shared.q + (wg * (C::kDqk / 64) + box) * C::kQBoxBytes, &f.q, box * 64,
+                        t.q_row + t.row + wg * 64, t.head * f.q_head_step, t.q_batch * f.q_batch_step, shared.q_full);
       const int head = t.head / f.group;
       const attn::KvCoordinates k =
           attn::kv_coordinates(f, t.kv_batch, t.kv_row, t.n_kv, head, f.k_batch_rows, f.k_batch_step, f.k_head_step);
@@ -131,13 +132,15 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<C>& shared
           const int stage = shared.ring_k.fill(place_k, C::kKBytes);
           for (int box = 0; box < C::kDqk / 64; ++box)
             ptx::tma_load(shared.k + stage * C::kKBytes + box * C::kKvBoxBytes, &f.k, box * 64,
-                          k.row + (blocks.first + j) * C::kTileKv, k.third, k.fourth, k.head, shared.ring_k.full[stage]);
+                          k.row + (blocks.first + j) * C::kTileKv, k.third, k.fourth, k.head,
+                          shared.ring_k.full[stage]);
         }
         if (j > 0) {
           const int stage = shared.ring_v.fill(place_v, C::kVBytes);
           for (int box = 0; box < C::kDv / 64; ++box)
             ptx::tma_load(shared.v + stage * C::kVBytes + box * C::kKvBoxBytes, &f.v, box * 64,
-                          v.row + (blocks.first + j - 1) * C::kTileKv, v.third, v.fourth, v.head, shared.ring_v.full[stage]);
+                          v.row + (blocks.first + j - 1) * C::kTileKv, v.third, v.fourth, v.head,
+                          shared.ring_v.full[stage]);
         }
       }
     }
@@ -158,21 +161,27 @@ struct Consumer {
   uint32_t q_phase = 0;
   uint32_t q_low, k_low, v_low;
   float o[kOutputs], s[kScores];
-  uint32_t p_words[kScores / 2];                 // P as A fragments
-  uint32_t keep[(C::kTileKv + 63) / 64];         // dropout
-  float ref[2], top[2], sum[2], alpha[2];        // a row: what o and P are relative to, maximum, sum of weights, step of ref
+  uint32_t p_words[kScores / 2];           // P as A fragments
+  uint32_t keep[(C::kTileKv + 63) / 64];   // dropout
+  float ref[2], top[2], sum[2], alpha[2];  // a row: what o and P are relative to, maximum, sum of weights, step of ref
   pipeline::Tile t;
   Blocks blocks;
-  int all_see_from, all_see_to;                  // keys that all 64 rows see
+  int all_see_from, all_see_to;  // keys that all 64 rows see
 
   __device__ __forceinline__ Consumer(const Params& p, const Shared<C>& sh, int wg_idx)
-      : f(p.f), shared(sh), wg(wg_idx), warp(ptx::uniform(threadIdx.x % 128 / 32)), lane(threadIdx.x % 32),
+      : f(p.f),
+        shared(sh),
+        wg(wg_idx),
+        warp(ptx::uniform(threadIdx.x % 128 / 32)),
+        lane(threadIdx.x % 32),
         thread(threadIdx.x % 128) {
     q_low = tile::k_major(shared.q + wg * (C::kDqk / 64) * C::kQBoxBytes);
     k_low = tile::k_major(shared.k);
     v_low = tile::mn_major(shared.v, C::kKvBoxBytes);
   }
-  __device__ __forceinline__ int row() const { return warp * 16 + lane / 4; }  // the first of the thread's two; the other is +8
+  __device__ __forceinline__ int row() const {
+    return warp * 16 + lane / 4;
+  }  // the first of the thread's two; the other is +8
   __device__ __forceinline__ void release(ptx::Mbarrier b) {
     if (thread == 0) ptx::mbarrier_arrive(b);
   }
@@ -204,7 +213,9 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ attn::OptionRows options() const { return {t.seq, t.head, t.n_q, t.n_kv, t.row + wg * 64 + row()}; }
+  __device__ __forceinline__ attn::OptionRows options() const {
+    return {t.seq, t.head, t.n_q, t.n_kv, t.row + wg * 64 + row()};
+  }
 
   // ---- softmax of block j, all but what touches o and P
   __device__ __forceinline__ void softmax(int j) {
@@ -217,7 +228,8 @@ struct Consumer {
     }
     if (key < all_see_from || key + C::kTileKv > all_see_to) {
       const int first = t.row + wg * 64 + row();
-      const attn::KeyRange range[2] = {attn::visible_keys(f, t.n_q, t.n_kv, first), attn::visible_keys(f, t.n_q, t.n_kv, first + 8)};
+      const attn::KeyRange range[2] = {attn::visible_keys(f, t.n_q, t.n_kv, first),
+                                       attn::visible_keys(f, t.n_q, t.n_kv, first + 8)};
       attn::hide<C::kTileKv>(s, column, range);
     }
     const float c = C::kOptions ? 1.f : f.scale_log2;
@@ -310,7 +322,8 @@ struct Consumer {
     Element* to = nullptr;
     if (i < t.n_q) {
       to = static_cast<Element*>(f.o) + t.q_batch * f.o_batch + t.head * f.o_head + (t.q_row + i) * f.o_row;
-      if (f.lse && lane % 4 == 0) f.lse[t.q_batch * f.lse_batch + t.head * f.lse_head + (t.q_row + i) * f.lse_row] = end.lse;
+      if (f.lse && lane % 4 == 0)
+        f.lse[t.q_batch * f.lse_batch + t.head * f.lse_head + (t.q_row + i) * f.lse_row] = end.lse;
     }
     attn::store_row<Element, C::kDv, r>(f, o, end.factor, to, 0);
   }
