@@ -2,8 +2,8 @@
 
     python3 tools/check_sm90.py FILE...       objects, libraries or programs that hold sm_90a code
 
-Fails if a kernel uses more registers than its launch bounds allow, keeps more than STACK_LIMIT bytes on the stack (spills of the main
-loop show there), has no tensor-core instruction, or has one that is not wgmma. Needs cuobjdump on PATH (wheels:
+Fails if a kernel uses more registers than its launch bounds allow, keeps more than STACK_LIMIT bytes on the stack (spills
+of the main loop show there), has no tensor-core instruction, or has one that is not wgmma. Needs cuobjdump on PATH (wheels
 nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm). SPDX-License-Identifier: Apache-2.0
 """
 
@@ -52,7 +52,8 @@ def main(files: list[str]) -> int:
             checked += 1
             failed += bool(faults)
             shapes = ", ".join(f"{count} {op}" for op, count in sorted(counts.items()))
-            print(f"{'FAIL' if faults else 'ok'}  {kernel}: stack {stack}, {shapes}{': ' if faults else ''}{'; '.join(faults)}")
+            verdict, reason = ("FAIL", ": " + "; ".join(faults)) if faults else ("ok", "")
+            print(f"{verdict}  {kernel}: stack {stack}, {shapes}{reason}")
     print(f"{checked} kernels, {failed} failed")
     return failed != 0 or checked == 0
 
