@@ -18,13 +18,13 @@ export FFPA_LIBRARY_PATH := $(CURDIR)/build/cpu/lib
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test system lint build ctest pytest examples docs asan fuzz wheel bench pack clean
+.PHONY: demo test system lint build ctest pytest examples docs asan fuzz wheel cuda bench pack clean
 
 # One line a target; the steps of `make test` stand in the order in which they fail soonest.
 demo: build .venv/demo  ## real models with torch's attention and with ours, then a short bench with its plot
 	python demo/demo.py --out build/demo
 
-test: system lint build ctest pytest examples docs asan fuzz wheel  ## everything that continuous integration checks
+test: system lint build ctest pytest examples docs asan fuzz wheel cuda  ## everything that continuous integration checks
 	@echo "make test: all steps passed"
 
 # ----------------------------------------------------------------------------------------------------------- environment
@@ -80,6 +80,14 @@ fuzz: .venv/build  ## libFuzzer on the C ABI, FUZZ_SECONDS in all
 
 wheel: .venv/test  ## dist/ffpa-*.whl for any Python >= 3.10, repaired, then used in a clean environment
 	tools/wheel.sh
+
+cuda: .venv/test  ## compile every CUDA kernel, and look at the machine code: registers, stack, wgmma (no GPU needed)
+	@if ! command -v nvcc >/dev/null && ! [ -x /usr/local/cuda/bin/nvcc ]; then echo "make cuda: skipped, there is no nvcc"; exit 0; fi
+	cmake --preset cuda --log-level=WARNING
+	set -o pipefail; cmake --build --preset cuda -j $(JOBS) --target ffpa 2>&1 | tee build/cuda/build.log
+	@if grep -E 'C75[0-9]{2}' build/cuda/build.log; then echo "make cuda: wgmma would be serialised (messages above)"; exit 1; fi
+	PATH=$$PATH:/usr/local/cuda/bin python tools/check_sm90.py build/cuda/lib/libffpa.so | tee build/cuda/kernels.log | tail -1
+	@! grep -q '^FAIL' build/cuda/kernels.log
 
 bench: build .venv/demo  ## the CPU figures of the README
 	python -m ffpa.cli bench --set cpu --json build/bench.json --plot build/bench.png

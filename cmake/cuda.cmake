@@ -4,6 +4,34 @@
 set(ffpa_cuda_portable_sources  # src/kernels/sm80 and src/kernels/any: built for FFPA_CUDA_ARCHS
 )
 set(ffpa_cuda_sm90_sources      # src/kernels/sm90: built for 90a
+  src/kernels/sm90/fwd_host.cu
+  src/kernels/sm90/sm90_fwd_cluster_dv.cu
+  src/kernels/sm90/sm90_fwd_cluster_dv_bf16_160.cu
+  src/kernels/sm90/sm90_fwd_cluster_dv_bf16_192.cu
+  src/kernels/sm90/sm90_fwd_cluster_dv_bf16_224.cu
+  src/kernels/sm90/sm90_fwd_cluster_dv_bf16_256.cu
+  src/kernels/sm90/sm90_fwd_cluster_dv_fp16_160.cu
+  src/kernels/sm90/sm90_fwd_cluster_dv_fp16_192.cu
+  src/kernels/sm90/sm90_fwd_cluster_dv_fp16_224.cu
+  src/kernels/sm90/sm90_fwd_cluster_dv_fp16_256.cu
+  src/kernels/sm90/sm90_fwd_quad_dv.cu
+  src/kernels/sm90/sm90_fwd_quad_dv_bf16_160.cu
+  src/kernels/sm90/sm90_fwd_quad_dv_bf16_192.cu
+  src/kernels/sm90/sm90_fwd_quad_dv_bf16_256.cu
+  src/kernels/sm90/sm90_fwd_quad_dv_fp16_160.cu
+  src/kernels/sm90/sm90_fwd_quad_dv_fp16_192.cu
+  src/kernels/sm90/sm90_fwd_quad_dv_fp16_256.cu
+  src/kernels/sm90/sm90_fwd_single.cu
+  src/kernels/sm90/sm90_fwd_single_bf16_128_128.cu
+  src/kernels/sm90/sm90_fwd_single_bf16_192_128.cu
+  src/kernels/sm90/sm90_fwd_single_bf16_192_192.cu
+  src/kernels/sm90/sm90_fwd_single_bf16_256_256.cu
+  src/kernels/sm90/sm90_fwd_single_bf16_64_64.cu
+  src/kernels/sm90/sm90_fwd_single_fp16_128_128.cu
+  src/kernels/sm90/sm90_fwd_single_fp16_192_128.cu
+  src/kernels/sm90/sm90_fwd_single_fp16_192_192.cu
+  src/kernels/sm90/sm90_fwd_single_fp16_256_256.cu
+  src/kernels/sm90/sm90_fwd_single_fp16_64_64.cu
 )
 
 if(NOT ffpa_cuda_portable_sources AND NOT ffpa_cuda_sm90_sources)

@@ -2,6 +2,8 @@
 # Build the wheel, repair it for other distributions, then use it in a clean environment: with numpy alone, and with torch.
 set -euo pipefail
 unset PYTHONPATH FFPA_LIBRARY_PATH  # the package must stand on its own
+# Without CUDA kernels unless asked for (CMAKE_ARGS=-DFFPA_CUDA=ON make wheel): `make cuda` compiles them for the tests.
+export CMAKE_ARGS=${CMAKE_ARGS:--DFFPA_CUDA=OFF}
 raw=build/wheel-raw venv=$PWD/build/wheel-venv
 
 rm -rf dist "$raw"

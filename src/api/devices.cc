@@ -8,6 +8,10 @@
 #include <string>
 #include <utility>
 
+#if defined(FFPA_WITH_CUDA)
+#include <cuda_runtime_api.h>
+#endif
+
 #include "cpu/features.h"
 
 namespace ffpa {
@@ -37,11 +41,36 @@ void copy_text(const std::string& text, char (&to)[128]) {
   to[bytes] = 0;
 }
 
+#if defined(FFPA_WITH_CUDA)
+int cuda_device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  cudaGetLastError();  // no driver or no GPU: not an error of a later call
+  return 0;
+}
+
+Status cuda_device_at(int index, ffpa_device_info* info) {
+  cudaDeviceProp device;
+  if (const cudaError_t e = cudaGetDeviceProperties(&device, index); e != cudaSuccess)
+    return {FFPA_DEVICE_ERROR, std::string("cudaGetDeviceProperties: ") + cudaGetErrorString(e)};
+  copy_text(device.name, info->name);
+  copy_text("sm_" + std::to_string(device.major) + std::to_string(device.minor), info->features);
+  info->processors = device.multiProcessorCount;
+  info->shared_memory_bytes = static_cast<int32_t>(device.sharedMemPerBlockOptin);
+  info->memory_bytes = static_cast<int64_t>(device.totalGlobalMem);
+  return {};
+}
+#else
+int cuda_device_count() { return 0; }
+Status cuda_device_at(int, ffpa_device_info*) { return {FFPA_INTERNAL, "device_at: this build has no CUDA"}; }
+#endif
+
 }  // namespace
 
-int device_count(int type) { return type == FFPA_CPU ? 1 : 0; }
+int device_count(int type) { return type == FFPA_CPU ? 1 : cuda_device_count(); }
 
-Status device_at(int, int, ffpa_device_info* info) {
+Status device_at(int type, int index, ffpa_device_info* info) {
+  if (type == FFPA_CUDA) return cuda_device_at(index, info);
   copy_text(cpu_model(), info->name);
   copy_text(cpu_features(), info->features);
   info->processors = features().processors;

@@ -1,0 +1,9 @@
+// Instances of sm90_fwd_cluster_dv: fp16, 224 columns of O a CTA. SPDX-License-Identifier: Apache-2.0
+#include "kernels/sm90/sm90_fwd_cluster_dv_launch.cuh"
+
+namespace ffpa::sm90::fwd_cluster_dv {
+template Status launch<__half, 224, attn::Features::kDense>(const Problem&, cudaStream_t);
+template Status launch<__half, 224, attn::Features::kPacked>(const Problem&, cudaStream_t);
+template Status launch<__half, 224, attn::Features::kOptions>(const Problem&, cudaStream_t);
+template Status launch<__half, 224, attn::Features::kAll>(const Problem&, cudaStream_t);
+}  // namespace ffpa::sm90::fwd_cluster_dv

@@ -1,0 +1,9 @@
+// Instances of sm90_fwd_single: fp16, D_qk 256, D_v 256. SPDX-License-Identifier: Apache-2.0
+#include "kernels/sm90/sm90_fwd_single_launch.cuh"
+
+namespace ffpa::sm90::fwd_single {
+template Status launch<__half, 256, 256, attn::Features::kDense>(const Problem&, cudaStream_t);
+template Status launch<__half, 256, 256, attn::Features::kPacked>(const Problem&, cudaStream_t);
+template Status launch<__half, 256, 256, attn::Features::kOptions>(const Problem&, cudaStream_t);
+template Status launch<__half, 256, 256, attn::Features::kAll>(const Problem&, cudaStream_t);
+}  // namespace ffpa::sm90::fwd_single
