@@ -86,7 +86,7 @@ cuda: .venv/test  ## compile every CUDA kernel, and look at the machine code: re
 	cmake --preset cuda --log-level=WARNING
 	set -o pipefail; cmake --build --preset cuda -j $(JOBS) --target ffpa 2>&1 | tee build/cuda/build.log
 	@if grep -E 'C75[0-9]{2}' build/cuda/build.log; then echo "make cuda: wgmma would be serialised (messages above)"; exit 1; fi
-	PATH=$$PATH:/usr/local/cuda/bin python tools/check_sm90.py build/cuda/lib/libffpa.so | tee build/cuda/kernels.log | tail -1
+	PATH=$$(echo .venv/lib/python3*/site-packages/nvidia/cu13/bin):$$PATH python tools/check_sm90.py build/cuda/lib/libffpa.so | tee build/cuda/kernels.log | tail -1
 	@! grep -q '^FAIL' build/cuda/kernels.log
 
 bench: build .venv/demo  ## the CPU figures of the README

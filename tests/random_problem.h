@@ -22,8 +22,8 @@
 
 #include "api/validate.h"
 #include "core/element.h"
+#include "core/kernel.h"
 #include "core/problem.h"
-#include "dispatch/kernel.h"
 #include "ffpa/ffpa.h"
 
 namespace ffpa::test {

@@ -3,8 +3,8 @@
     python3 tools/check_sm90.py FILE...       objects, libraries or programs that hold sm_90a code
 
 Fails if a kernel uses more registers than its launch bounds allow, keeps more than STACK_LIMIT bytes on the stack
-(spills of the main loop show there), has no tensor-core instruction, or has one that is not wgmma. Needs cuobjdump on
-PATH (wheels nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm). SPDX-License-Identifier: Apache-2.0
+(spills of the main loop show there), has no tensor-core instruction, or has one that is not wgmma. Needs cuobjdump and
+nvdisasm on PATH (wheels nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm). SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@
 #include <string>
 #include <vector>
 
+#include "core/kernel.h"
 #include "core/philox.h"
 #include "core/problem.h"
-#include "dispatch/kernel.h"
 
 #define CUDA_OK(x)                                                                           \
   do {                                                                                       \

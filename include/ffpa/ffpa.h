@@ -152,7 +152,7 @@ typedef struct ffpa_forward_problem {
   int32_t anchor;          /* ffpa_anchor of the diagonal, for causal and window */
   int32_t deterministic;   /* 1: bits repeat from call to call on one machine, also in the backward */
   int32_t batch_invariant; /* 1: the bits of a sequence do not depend on the others in the call */
-  int32_t num_splits;      /* parts of N_kv worked on in parallel; 0 = planned */
+  int32_t num_splits;      /* forward: parts of N_kv worked on in parallel, 0 to 1024; 0 = planned */
   int32_t num_threads;     /* CPU; 0 = as many as the machine allows */
   int32_t engine;          /* ffpa_engine */
   /* name of a kernel to force (ffpa_kernel_at lists them), or NULL. With neither kernel nor engine given the environment

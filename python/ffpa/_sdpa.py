@@ -9,6 +9,7 @@ then brought to rank 4, or handed to torch if it is not ours (`_not_ours`).
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from . import _math, _native, _ops
 from ._attention import attention, autocast, rank_4
-from ._autograd import attend
+from ._autograd import attend, wants_derivatives
 
 __all__ = ["TORCH_SDPA", "as_attention", "fallback_reason", "scaled_dot_product_attention"]
 
@@ -87,7 +88,7 @@ def _is_usual(
         or query.is_nested
         or key.is_nested
         or value.is_nested
-        or not (query.is_cpu or query.is_cuda)
+        or not (query.is_cpu or (query.is_cuda and not wants_derivatives(query, key, value, attn_mask)))
         or query.dtype not in _DTYPES
         or type(is_causal) is not bool
         or type(enable_gqa) is not bool
@@ -151,7 +152,15 @@ def _not_ours(*tensors: Tensor | None) -> str | None:
     if query.is_cuda and not any(device.type == "cuda" for device in _native.devices()):
         _check_lengths(*tensors[1:3])
         return "device: this build has no CUDA kernels, or the driver shows no GPU"
+    if query.is_cuda and wants_derivatives(*tensors) and not _cuda_backward():
+        _check_lengths(*tensors[1:3])
+        return "backward: this build has no CUDA kernel for gradients"
     return None
+
+
+@cache
+def _cuda_backward() -> bool:
+    return any(k.engine == "cuda" and k.pass_ == "backward" and k.usable for k in _native.kernels())
 
 
 # -------------------------------------------------------------------------------------------------------------- checks

@@ -9,9 +9,9 @@
 #include <string>
 #include <utility>
 
+#include "core/kernel.h"
 #include "core/problem.h"
 #include "core/words.h"
-#include "dispatch/kernel.h"
 
 namespace ffpa {
 

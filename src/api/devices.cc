@@ -67,7 +67,7 @@ Status cuda_device_at(int, ffpa_device_info*) { return {FFPA_INTERNAL, "device_a
 
 }  // namespace
 
-int device_count(int type) { return type == FFPA_CPU ? 1 : cuda_device_count(); }
+int device_count(int type) { return type == FFPA_CPU ? 1 : type == FFPA_CUDA ? cuda_device_count() : 0; }
 
 Status device_at(int type, int index, ffpa_device_info* info) {
   if (type == FFPA_CUDA) return cuda_device_at(index, info);

@@ -1,7 +1,7 @@
 // What machine this is. SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "dispatch/kernel.h"
+#include "core/kernel.h"
 
 namespace ffpa {
 

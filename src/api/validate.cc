@@ -17,7 +17,7 @@ template <class Struct>
 void check_struct(const char* name, const Struct* problem, const char* init) {
   if (!problem) refuse(name, ": must not be null");
   if (problem->struct_size != sizeof(Struct))
-    refuse("struct_size: must be ", sizeof(Struct), " (set by ", init, "), but is ", problem->struct_size);
+    refuse(name, ".struct_size: must be ", sizeof(Struct), " (set by ", init, "), but is ", problem->struct_size);
 }
 
 // The tensors of a forward problem with their names.
@@ -59,7 +59,7 @@ void check_options(const ffpa_forward_problem& f) {
   check_range("window_right", f.window_right, -1, kUnbounded);
   check_range("max_seqlen_q", f.max_seqlen_q, 0, kUnbounded);
   check_range("max_seqlen_kv", f.max_seqlen_kv, 0, kUnbounded);
-  check_range("num_splits", f.num_splits, 0, 65536);
+  check_range("num_splits", f.num_splits, 0, 1024);
   check_range("num_threads", f.num_threads, 0, 4096);
 }
 

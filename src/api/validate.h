@@ -5,9 +5,9 @@
 // the caller's promise. No other tensor data is read.
 #pragma once
 
+#include "core/kernel.h"
 #include "core/problem.h"
 #include "cpu/append.h"
-#include "dispatch/kernel.h"
 
 namespace ffpa {
 

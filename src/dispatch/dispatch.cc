@@ -150,7 +150,7 @@ Decision decide(const Problem& p) {
     text = words("engine \"", engine_name(force.engine), "\" does not take this problem");
   const char* separator = ": ";
   int named = 0;
-  for (const Refused& r : d.better) {
+  for (const PassedOver& r : d.better) {
     if (force.kernel && r.kernel != force.kernel) continue;
     if (force.engine != FFPA_ENGINE_AUTO && r.kernel->engine != force.engine) continue;
     text += words(separator, r.kernel->name, " (", r.reason, ")");
@@ -168,7 +168,7 @@ std::string explain(const Decision& d) {
   if (d.kernel)
     text = words("kernel: ", d.kernel->name, "\nengine: ", engine_name(d.kernel->engine),
                  "\nworkspace: ", d.choice.workspace_bytes, " bytes\nsplits: ", d.choice.num_splits, "\n");
-  for (const Refused& r : d.better) text += words("refused ", r.kernel->name, ": ", r.reason, "\n");
+  for (const PassedOver& r : d.better) text += words("refused ", r.kernel->name, ": ", r.reason, "\n");
   return text;
 }
 

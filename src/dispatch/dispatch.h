@@ -6,15 +6,15 @@
 #include <string>
 #include <vector>
 
+#include "core/kernel.h"
 #include "core/problem.h"
-#include "dispatch/kernel.h"
 
 namespace ffpa {
 
 // All rows of kernels.def, in its order. The index into it is ffpa_plan.kernel.
 std::span<const Kernel> kernel_table();
 
-struct Refused {
+struct PassedOver {
   const Kernel* kernel;
   std::string reason;
 };
@@ -26,7 +26,7 @@ struct Decision {
                   // does not exist
   const Kernel* kernel = nullptr;
   Choice choice;
-  std::vector<Refused> better;
+  std::vector<PassedOver> better;
 };
 
 // Forcing, strongest first: the problem's `kernel`, its `engine`, then the environment variable FFPA_KERNEL (names

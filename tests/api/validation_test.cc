@@ -95,7 +95,7 @@ TEST(Validation, Structs) {
   EXPECT_STREQ(ffpa_last_error(), "plan: must not be null");
   f->p.struct_size = 3;
   EXPECT_EQ(ffpa_forward_plan(&f->p, &plan), FFPA_INVALID_ARGUMENT);
-  EXPECT_EQ(ffpa_last_error(), "struct_size: must be " + std::to_string(sizeof(ffpa_forward_problem)) +
+  EXPECT_EQ(ffpa_last_error(), "problem.struct_size: must be " + std::to_string(sizeof(ffpa_forward_problem)) +
                                    " (set by ffpa_forward_problem_init), but is 3");
 }
 
@@ -216,7 +216,7 @@ TEST(Validation, Options) {
       {small, BEND(p.window_right = INT64_MAX; p.window_left = INT64_MAX), ""},
       {small, BEND(p.max_seqlen_q = -1), "max_seqlen_q: must be at least 0, but is -1"},
       {small, BEND(p.max_seqlen_kv = -1), "max_seqlen_kv: must be at least 0, but is -1"},
-      {small, BEND(p.num_splits = -1), "num_splits: must be from 0 to 65536, but is -1"},
+      {small, BEND(p.num_splits = -1), "num_splits: must be from 0 to 1024, but is -1"},
       {small, BEND(p.num_threads = 5000), "num_threads: must be from 0 to 4096, but is 5000"},
       {small, BEND(p.kernel = "quantum"),
        "kernel: must name a kernel of this build (ffpa_kernel_at lists them), but is \"quantum\""},
@@ -350,9 +350,10 @@ TEST(Validation, Backward) {
        ""},
       {BEND_BACK(p.forward.sinks = m.tensor(FFPA_FP32, {4}); p.dsinks = m.tensor(FFPA_FP32, {4})), ""},
       {BEND_BACK(p.forward.o.stride[0] = 0), ""},  // o is read here
-      {BEND_BACK(p.forward.struct_size = 0), "struct_size: must be " + std::to_string(sizeof(ffpa_forward_problem)) +
-                                                 " (set by ffpa_forward_problem_init), but is 0"},
-      {BEND_BACK(p.struct_size = 1), "struct_size: must be " + std::to_string(sizeof(ffpa_backward_problem)) +
+      {BEND_BACK(p.forward.struct_size = 0),
+       "problem.forward.struct_size: must be " + std::to_string(sizeof(ffpa_forward_problem)) +
+           " (set by ffpa_forward_problem_init), but is 0"},
+      {BEND_BACK(p.struct_size = 1), "problem.struct_size: must be " + std::to_string(sizeof(ffpa_backward_problem)) +
                                          " (set by ffpa_backward_problem_init), but is 1"},
       {BEND_BACK(p.dq = p.dk = p.dv = {}), "dq, dk, dv, dbias, dsinks: at least one must be given, but all are absent"},
       {BEND_BACK(p.forward.lse = {}), "lse: must be given, but is absent"},

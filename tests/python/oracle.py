@@ -69,9 +69,13 @@ def attend(
     return (p * (factors.to(p.dtype) if isinstance(factors, Tensor) else factors)) @ v, lse
 
 
-def judge(what: str, found: Tensor, true: Tensor, plain: Tensor, dtype: torch.dtype) -> None:
+def judge(what: str, found: Tensor, true: Tensor, plain: Tensor, dtype: torch.dtype, slack: float = 0.0) -> None:
     """Largest error at most twice the plain one's plus 1e-5; relative rmse within the dtype's bound, or, where little
-    is left of large terms that cancel, within twice the plain one's."""
+    is left of large terms that cancel, within twice the plain one's.
+
+    ``slack``: units in the last place of the largest value to allow besides. A search for the worst problem finds small
+    ones whose plain result happens to be exact.
+    """
     assert found.shape == true.shape, f"{what}: {tuple(found.shape)} instead of {tuple(true.shape)}"
     found, plain = found.detach().double(), plain.detach().double()
     true = true.detach()
@@ -82,6 +86,7 @@ def judge(what: str, found: Tensor, true: Tensor, plain: Tensor, dtype: torch.dt
         return
     error, allowed = (found - true)[finite], (plain - true)[finite]
     worst, bound = error.abs().max().item(), 2 * allowed.nan_to_num(0.0).abs().max().item() + 1e-5
+    bound += slack * torch.finfo(dtype).eps * true[finite].abs().max().item()
     assert worst <= bound, f"{what}: error {worst:.2e}, allowed {bound:.2e}"
     size = true[finite].square().mean().sqrt().item()
     rmse = error.square().mean().sqrt().item()
@@ -99,6 +104,7 @@ def check(
     backward: bool = True,
     call: Callable[..., Any] = ffpa.attention,
     forced: dict[str, Any] | None = None,
+    slack: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compare ``ffpa.attention`` with the oracle: o, lse and all gradients (of lse, too). Returns ours."""
@@ -134,7 +140,7 @@ def check(
             tolerance = 1e-3 if q.dtype in HALVES else 1e-4 * (1 + x[finite].abs().max().item() if finite.any() else 0)
             assert not finite.any() or (lse - x)[finite].abs().max() <= tolerance, "lse"
         else:
-            judge(name, ours[name], x, plain[name], q.dtype)
+            judge(name, ours[name], x, plain[name], q.dtype, slack)
     return ours["o"], ours["lse"]
 
 

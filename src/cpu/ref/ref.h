@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "dispatch/kernel.h"
+#include "core/kernel.h"
 
 namespace ffpa::ref {
 

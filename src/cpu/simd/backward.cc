@@ -28,13 +28,14 @@ TileShape tile_shape(const Problem& p) {
 }
 
 struct Wanted {
-  bool dq, dk, dv, dbias, ds;  // ds: any that needs it
+  bool dq, dk, dv, dbias, dsinks, ds;  // ds: any that needs it
   FFPA_INLINE explicit Wanted(const Problem& p)
       : dq(present(p.args.dq)),
         dk(present(p.args.dk)),
         dv(present(p.args.dv)),
         dbias(present(p.args.dbias)),
-        ds(dq || dk || dbias) {}
+        dsinks(present(p.args.dsinks)),
+        ds(dq || dk || dbias || dsinks) {}
 };
 
 // How the work is cut: items (batch row of k, KV head), parts of an item's query tiles, lanes of items in a fixed order.
@@ -46,7 +47,7 @@ struct Cut {
     batches = p.packed_kv() ? p.n_seqs : p.fwd().k.extent[0];
     items = batches * p.h_kv;
     tiles = most((p.n_q * p.group + tile.rows - 1) / tile.rows, 1);
-    parts = items > 0 ? most(1, least(tiles, threads / items)) : 1;
+    parts = items > 0 && !p.fwd().batch_invariant ? most(1, least(tiles, threads / items)) : 1;
     lanes = items * parts;
     shared_dbias = true;
     const ffpa_tensor& d = p.args.dbias;
@@ -185,7 +186,7 @@ struct Backward {
 
   // Where one tile holds all keys of its rows, what was rounded on the way is made anew: P is brought to sum to 1 (lse was rounded),
   // and inner is dlse - sum over the keys of P * dP (o was rounded).
-  void refine(Scratch<Kind>& w, int64_t keys, int64_t c0, int64_t c1, float scale) const {
+  void refine(Scratch<Kind>& w, const Shared& all, int64_t keys, int64_t c0, int64_t c1, float scale) const {
     const ffpa_tensor& sinks = options.f.sinks;
     for (int64_t r = c0; r < c1; ++r)
       w.norm[r] = present(sinks) ? expf(value_at(sinks, w.q.head[r] * sinks.stride[0]) - w.lse[r]) : 0.f;
@@ -202,9 +203,11 @@ struct Backward {
       store(w.norm + c, norm);
       store(w.inner + c, -delta * norm);
     }
-    if (!present(g.dlse)) return;
-    for (int64_t r = c0; r < least(c1, w.q.count); ++r)
-      w.inner[r] += static_cast<const float*>(g.dlse.data)[q_row_offset(w.q.seq, g.dlse, w.q.head[r], w.q.index[r])];
+    for (int64_t r = c0; r < least(c1, w.q.count); ++r) {
+      if (present(g.dlse))
+        w.inner[r] += static_cast<const float*>(g.dlse.data)[q_row_offset(w.q.seq, g.dlse, w.q.head[r], w.q.index[r])];
+      if (wanted.dsinks) all.inner[inner_at(w.q.seq, w.q.head[r], w.q.index[r])] = w.inner[r];
+    }
   }
 
   // S and dP of the tile to P and dR, columns [c0, c1).
@@ -313,7 +316,7 @@ struct Backward {
       const bool finish = !options.plain() || !all_visible(w.q, j, count, c0, c1);
       if (finish) finish_scores(options, w.q, j, count, c0, c1, w.s, ld, w.extra, w.derivative);
       if (w.keep) gather_dropout(options, w.q, j, count, c0, c1, w.keep, ld);
-      if (keys.end - keys.begin <= tile.keys) refine(w, count, c0, c1, finish ? 1.f : options.scale);
+      if (keys.end - keys.begin <= tile.keys) refine(w, all, count, c0, c1, finish ? 1.f : options.scale);
       differentiate(w, count, c0, c1, finish);
       if (wanted.dbias) add_to_dbias(w, dbias, j, count, c0, c1);
 
@@ -346,21 +349,29 @@ struct Backward {
     return s;
   }
 
-  void store_keys(const Shared& all, int64_t item, float* dk, float* dv) const {
+  // Rows of an item's fp32 sums: no more than p.n_kv, for which the workspace was made.
+  int64_t held_rows(int64_t item) const { return least(holder(item / p.h_kv).n_kv, p.n_kv); }
+
+  // Rows past those that any sequence may use (max_seqlen_kv) get zeros.
+  void store_keys(const Shared& all, int64_t item, const float* dk, const float* dv) const {
     const Sequence s = holder(item / p.h_kv);
-    for (int64_t j = 0; j < s.n_kv; ++j) {
-      if (wanted.dk)
-        store_row(g.dk, s.kv_batch * g.dk.stride[0] + item % p.h_kv * g.dk.stride[1] + (s.kv_row + j) * g.dk.stride[2],
-                  dk + j * all.ld_dk, p.d_qk, 1.f);
-      if (wanted.dv)
-        store_row(g.dv, s.kv_batch * g.dv.stride[0] + item % p.h_kv * g.dv.stride[1] + (s.kv_row + j) * g.dv.stride[2],
-                  dv + j * all.ld_dv, p.d_v, 1.f);
-    }
+    const auto store = [&](const ffpa_tensor& t, const float* rows, int64_t ld, int64_t width) {
+      if (!present(t)) return;
+      for (int64_t j = 0; j < s.n_kv; ++j) {
+        const int64_t at = s.kv_batch * t.stride[0] + item % p.h_kv * t.stride[1] + (s.kv_row + j) * t.stride[2];
+        if (j < p.n_kv)
+          store_row(t, at, rows + j * ld, width, 1.f);
+        else
+          zero_row(t, at, width);
+      }
+    };
+    store(g.dk, dk, all.ld_dk, p.d_qk);
+    store(g.dv, dv, all.ld_dv, p.d_v);
   }
 
   void run_item(Scratch<Kind>& w, const Shared& all, int64_t item, int64_t part, int64_t held, float* dbias) const {
     float *dk = all.dk + held * all.rows * all.ld_dk, *dv = all.dv + held * all.rows * all.ld_dv;
-    const int64_t n_kv = holder(item / p.h_kv).n_kv;
+    const int64_t n_kv = held_rows(item);
     if (wanted.dk) std::memset(dk, 0, static_cast<size_t>(n_kv * all.ld_dk) * sizeof(float));
     if (wanted.dv) std::memset(dv, 0, static_cast<size_t>(n_kv * all.ld_dv) * sizeof(float));
     const int64_t batch = item / p.h_kv;
@@ -384,7 +395,7 @@ struct Backward {
           *dv = all.dv + item * cut.parts * all.rows * all.ld_dv;
     for (int64_t part = 1; part < cut.parts; ++part) {
       const float *more_dk = dk + part * all.rows * all.ld_dk, *more_dv = dv + part * all.rows * all.ld_dv;
-      const int64_t n_kv = holder(item / p.h_kv).n_kv;
+      const int64_t n_kv = held_rows(item);
       for (int64_t x = 0; wanted.dk && x < n_kv * all.ld_dk; ++x) dk[x] += more_dk[x];
       for (int64_t x = 0; wanted.dv && x < n_kv * all.ld_dv; ++x) dv[x] += more_dv[x];
     }
@@ -409,11 +420,9 @@ struct Backward {
   // Rows of packed tensors that belong to no sequence get zeros.
   void clear_unowned(const ffpa_tensor& t, const ffpa_tensor& cu) const {
     if (!present(t) || !present(cu)) return;
-    const float zero = 0.f;
     for (int64_t h = 0; h < t.extent[1]; ++h)
       for (int64_t i = int32_at(cu, p.n_seqs); i < t.extent[2]; ++i)
-        for (int64_t d = 0; d < t.extent[3]; ++d)
-          store_row(t, h * t.stride[1] + i * t.stride[2] + d * t.stride[3], &zero, 1, 0.f);
+        zero_row(t, h * t.stride[1] + i * t.stride[2], t.extent[3]);
   }
 
   void run(Arena arena) const {
@@ -424,7 +433,6 @@ struct Backward {
     std::memset(all.dbias, 0, static_cast<size_t>(all.copies * all.each_dbias) * sizeof(float));
     const int workers = static_cast<int>(threads);
     parallel_for(workers, p.n_seqs * p.h_q, [&](int64_t x, int) { prepare(all, x / p.h_q, x % p.h_q); });
-    if (present(g.dsinks)) parallel_for(workers, p.h_q, [&](int64_t h, int) { sink_gradient(all, h); });
     if (!wanted.ds && !wanted.dv) return;
     char* scratch = arena.base + arena.used;
     const int64_t each = scratch_bytes(), work = cut.items * cut.parts;
@@ -437,6 +445,7 @@ struct Backward {
     });
     if (cut.parts > 1) parallel_for(workers, cut.items, [&](int64_t item, int) { join(all, item); });
     if (wanted.dbias) store_dbias(all);
+    if (wanted.dsinks) parallel_for(workers, p.h_q, [&](int64_t h, int) { sink_gradient(all, h); });
   }
 
   int64_t scratch_bytes() const {

@@ -167,9 +167,7 @@ struct Forward {
       factor = 0.f;
     }
     if (f.dropout_p == 1.0 || !any) {
-      const int64_t at = q_row_offset(s, f.o, h, i);
-      const float zero = 0.f;
-      for (int64_t d = 0; d < p.d_v; ++d) store_row(f.o, at + d * f.o.stride[3], &zero, 1, 0.f);
+      zero_row(f.o, q_row_offset(s, f.o, h, i), p.d_v);
     } else {
       store_row(f.o, q_row_offset(s, f.o, h, i), o, p.d_v, factor);
     }
@@ -262,11 +260,9 @@ void clear_unowned(const Problem& p) {
   const ffpa_forward_problem& f = p.fwd();
   if (!p.packed_q()) return;
   const Sequence none;
-  const float zero = 0.f;
   for (int64_t i = int32_at(f.cu_seqlens_q, p.n_seqs); i < f.q.extent[2]; ++i)
     for (int64_t h = 0; h < p.h_q; ++h) {
-      for (int64_t d = 0; d < p.d_v; ++d)
-        store_row(f.o, q_row_offset(none, f.o, h, i) + d * f.o.stride[3], &zero, 1, 0.f);
+      zero_row(f.o, q_row_offset(none, f.o, h, i), p.d_v);
       if (present(f.lse)) static_cast<float*>(f.lse.data)[q_row_offset(none, f.lse, h, i)] = -kInf;
     }
 }
@@ -281,10 +277,16 @@ std::string plan_forward(const Problem& p, Choice* choice) {
   const int64_t items = p.n_seqs * p.h_kv * ((p.n_q * p.group + tile.rows - 1) / tile.rows);
   const int64_t threads = least(f.num_threads > 0 ? f.num_threads : features().processors, useful_threads(p, 2));
   int64_t splits = f.num_splits;
-  if (splits == 0) {  // enough to give every thread work; batch-invariant: by the keys alone
+  if (splits ==
+      0) {  // enough to give every thread work; batch-invariant: by the cache's size alone, not by the other sequences
     const int64_t useful = most(p.n_kv / 1024, 1);
-    splits = f.batch_invariant ? least(useful, 16) : items > 0 ? least(useful, (threads + items - 1) / items) : 1;
-    if (p.n_q * p.group > tile.rows) splits = 1;
+    const bool alone = p.packed_q() || p.packed_kv() || p.paged();  // then n_q and n_kv are other sequences', too
+    if (p.n_q * p.group > tile.rows)
+      splits = 1;
+    else if (f.batch_invariant)
+      splits = alone ? 1 : least(useful, 16);
+    else
+      splits = items > 0 ? least(useful, (threads + items - 1) / items) : 1;
   }
   choice->num_splits = static_cast<int32_t>(least(most(splits, 1), 1024));
   choice->num_threads = static_cast<int32_t>(most(1, least(threads, items * choice->num_splits)));

@@ -10,7 +10,7 @@
 
 #include <string>
 
-#include "dispatch/kernel.h"
+#include "core/kernel.h"
 
 #define FFPA_SIMD_DECLARE(target)                                             \
   namespace ffpa::simd::target {                                              \

@@ -321,6 +321,11 @@ FFPA_INLINE void store_row(const ffpa_tensor& t, int64_t offset, const float* in
   for (int64_t i = 0; i < n; ++i) p[i * step] = fp16_from_float(in[i] * factor);
 }
 
+FFPA_INLINE void zero_row(const ffpa_tensor& t, int64_t offset, int64_t n) {
+  const float zero = 0.f;
+  for (int64_t i = 0; i < n; ++i) store_row(t, offset + i * t.stride[3], &zero, 1, 1.f);
+}
+
 // Rounded to bf16, to nearest even, in the low 16 bits.
 FFPA_INLINE vu to_bf16(vf x) {
   const vu b = reinterpret_cast<vu>(x);

@@ -4,8 +4,8 @@
 #include <string>
 
 #include "attn/fwd_params.cuh"
+#include "core/kernel.h"
 #include "core/problem.h"
-#include "dispatch/kernel.h"
 
 namespace ffpa::sm90 {
 

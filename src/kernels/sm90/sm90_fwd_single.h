@@ -4,7 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "attn/fwd_params.cuh"
-#include "dispatch/kernel.h"
+#include "core/kernel.h"
 
 namespace ffpa::sm90::fwd_single {
 
