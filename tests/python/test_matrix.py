@@ -167,3 +167,44 @@ def test_refusals_are_worded(name: str) -> None:
         pytest.skip("this build has no AVX-512 kernels")
     with pytest.raises(kind, match=words):
         call()
+
+
+@pytest.mark.parametrize("kernel", [k.name for k in KERNELS if k.engine == "cpu"])
+@pytest.mark.parametrize("layout", ["dense", "packed", "paged"])
+def test_batch_invariant_bits_depend_on_the_sequence_alone(kernel: str, layout: str) -> None:
+    keys = [600, 5000] if layout != "dense" else [600, 600]
+
+    def first(count: int) -> list[Tensor]:
+        q, dtype = randn(count, H_Q, 1, 64, dtype=torch.bfloat16, seed=1), torch.bfloat16
+        kv = [[randn(1, H_KV, n, 64, dtype=dtype, seed=s + b) for b, n in enumerate(keys[:count])] for s in (2, 12)]
+        options: dict[str, Any] = {"batch_invariant": True, "kernel": kernel, "return_lse": True}
+        if layout == "packed":
+            k, v = (torch.cat(x, 2) for x in kv)
+            q = q.transpose(0, 2)
+            options |= {
+                "cu_seqlens_q": torch.arange(count + 1, dtype=torch.int32),
+                "cu_seqlens_kv": int32([0, *itertools.accumulate(keys[:count])]),
+            }
+        elif layout == "paged":
+            rows, longest = 8, max(keys[:count])
+            k, v = (
+                torch.cat([torch.nn.functional.pad(x, (0, 0, 0, longest - x.shape[2])) for x in part])
+                .unflatten(2, (-1, rows))
+                .transpose(1, 2)
+                .flatten(0, 1)
+                for part in kv
+            )
+            table = torch.arange(count * longest // rows, dtype=torch.int32).view(count, -1)
+            options |= {"block_table": table, "seqlens_kv": int32(keys[:count])}
+        else:
+            k, v = (torch.cat(x) for x in kv)
+        q, k, v = (x.detach().requires_grad_(layout == "packed") for x in (q, k, v))
+        o, lse = ffpa.attention(q, k, v, **options)
+        found = [o, lse]
+        if layout == "packed":
+            dq, dk, _ = torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+            found += [dq, dk[:, :, :600]]
+        return [x[:, :, :1] if layout == "packed" and x.shape[2] == count else x[:1] for x in found]
+
+    for alone, joined in zip(first(1), first(2), strict=True):
+        assert torch.equal(alone, joined)
