@@ -17,7 +17,8 @@
  *   p    = exp(s - lse[i]) over the visible keys;    visible = mask, causal, window and lengths together
  *   o[i] = sum_j drop(p[j]) * v[j];                  lse[i] = log(sum_j exp(s[j]) + exp(sink[h])), natural log
  * A row that sees no key gives o = 0 and lse = -inf (the sink's value if there is one), and zero gradients.
- * A NaN in a visible score gives NaN. Memory past a length, extent or page is never read into arithmetic.
+ * A NaN in a visible score gives NaN. Memory past a length, extent or page is never read into arithmetic; a NaN or infinity in a
+ * row of k or v that only mask, causality, window or dropout hide may spread (0 * NaN), as in plain arithmetic.
  *
  * Symbols: B batch (or sequences), H_q and H_kv heads, N_q and N_kv rows, D_qk and D_v widths, T_q and T_kv rows of all packed
  * sequences together, P pages. Extents and strides are in elements. Every extent may be 0; strides may be 0 or unaligned.

@@ -162,6 +162,25 @@ def _window(window: Sequence[int]) -> tuple[int, int]:
 def explain_text(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, **options: Any) -> str:
     """The lines of ffpa_forward_explain or ffpa_backward_explain (ffpa.h) for a call of :func:`attention` with these
     arguments. TypeError for an option that it does not have. Nothing is computed."""
+    problem, tensors = _problem(q, k, v, backward, options)
+    if not backward:
+        return _native.explain(problem)
+    q, k, v = (x for name in "qkv" if (x := tensors[name]) is not None)
+    gradients = dict(dout=tensors.get("o"), dq=q, dk=k, dv=v, dbias=tensors["bias"], dsinks=tensors["sinks"])
+    made = {name: x if x is None or name == "dout" else _ops.dense_like(x, x.shape) for name, x in gradients.items()}
+    return _native.explain(_native.backward_problem(problem, {name: _spec(name, x) for name, x in made.items()}))
+
+
+def refuse_if_invalid(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """Raise what :func:`attention` would raise for these arguments, without computing: for callers that write first."""
+    problem, _ = _problem(q, k, v, False, options)
+    _native.plan_of(problem)
+
+
+def _problem(
+    q: Tensor, k: Tensor, v: Tensor, backward: bool, options: dict[str, Any]
+) -> tuple[_native.ForwardProblem, dict[str, Tensor | None]]:
+    """The forward problem of a call, and its tensors by name, which must outlive it."""
     defaults: dict[str, Any] = attention.__kwdefaults__ or {}
     for name in options:
         if name not in defaults:
@@ -185,12 +204,7 @@ def explain_text(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, **o
         options["kernel"] = kernel.replace("_fwd_", "_bwd_")
     options["num_threads"] = torch.get_num_threads() if q.device.type == "cpu" else 0
     del options["return_lse"]
-    problem = _native.forward_problem({name: _spec(name, x) for name, x in tensors.items()}, **options)
-    if not backward:
-        return _native.explain(problem)
-    gradients = dict(dout=tensors.get("o"), dq=q, dk=k, dv=v, dbias=tensors["bias"], dsinks=tensors["sinks"])
-    made = {name: x if x is None or name == "dout" else _ops.dense_like(x, x.shape) for name, x in gradients.items()}
-    return _native.explain(_native.backward_problem(problem, {name: _spec(name, x) for name, x in made.items()}))
+    return _native.forward_problem({name: _spec(name, x) for name, x in tensors.items()}, **options), tensors
 
 
 _DTYPES = {

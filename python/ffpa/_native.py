@@ -358,11 +358,18 @@ def backward_problem(forward: ForwardProblem, tensors: Mapping[str, TensorSpec |
     return problem
 
 
-def run(problem: ForwardProblem | BackwardProblem) -> Plan:
-    """Plan and run a problem in host memory; returns the plan."""
+def plan_of(problem: ForwardProblem | BackwardProblem) -> Plan:
+    """Validate a problem and choose its kernel; RuntimeError or NotImplementedError if there is none."""
     pass_ = "forward" if isinstance(problem, ForwardProblem) else "backward"
     plan = Plan()
     check(getattr(lib(), f"ffpa_{pass_}_plan")(ctypes.byref(problem), ctypes.byref(plan)))
+    return plan
+
+
+def run(problem: ForwardProblem | BackwardProblem) -> Plan:
+    """Plan and run a problem in host memory; returns the plan."""
+    pass_ = "forward" if isinstance(problem, ForwardProblem) else "backward"
+    plan = plan_of(problem)
     memory = (c_char * (plan.workspace_bytes + 255))() if plan.workspace_bytes else None
     address = (ctypes.addressof(memory) + 255) // 256 * 256 if memory is not None else None
     check(

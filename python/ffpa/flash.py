@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._attention import attention
+from ._attention import attention, refuse_if_invalid
 
 __all__ = [
     "flash_attn_func",
@@ -300,8 +300,8 @@ def flash_attn_with_kvcache(
     ``num_splits``: parts of the cache worked on in parallel, 0 = planned.
 
     Returns out (B, N_q, H_q, D_v), with ``return_softmax_lse`` also the fp32 lse (B, H_q, N_q). There is no backward
-    pass, as in flash-attn: a backward through the result raises. An error raised after the append (q, say, does not fit
-    the cache) leaves the new rows in place: they lie past cache_seqlens, and the same call put right writes them again.
+    pass, as in flash-attn: a backward through the result raises. A refused call writes nothing (in compiled graphs the
+    new rows may be in place by then: they lie past cache_seqlens, and the same call put right writes them again).
     """
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         _rank(name, x, 4, "(B, N, H, D)" if block_table is None or name == "q" else "(P, page rows, H, D)")
@@ -318,7 +318,13 @@ def flash_attn_with_kvcache(
 
     with torch.no_grad():
         query, keys, values = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
+        options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, q.device)
+        options["num_splits"] = num_splits
         if k is not None and v is not None and seqlens is not None:
+            if not torch.compiler.is_compiling():  # before anything is written
+                room = slice(None) if block_table is not None or cache_batch_idx is not None else slice(batch)
+                places: dict[str, Any] = dict(block_table=block_table, kv_batch_idx=cache_batch_idx)
+                refuse_if_invalid(query, keys[room], values[room], seqlens_kv=seqlens, **places, **options)
             rotated = _ops.append(
                 k.transpose(1, 2),
                 v.transpose(1, 2),
@@ -341,7 +347,6 @@ def flash_attn_with_kvcache(
             cache_batch_idx = None
         if block_table is None and cache_batch_idx is None:
             keys, values = keys[:batch], values[:batch]  # a cache may have room for more sequences
-        options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, q.device)
         out, lse = _pair(
             attention(
                 query,
@@ -350,7 +355,6 @@ def flash_attn_with_kvcache(
                 seqlens_kv=seqlens,
                 block_table=block_table,
                 kv_batch_idx=cache_batch_idx,
-                num_splits=num_splits,
                 return_lse=True,
                 **options,
             )

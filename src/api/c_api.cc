@@ -91,6 +91,9 @@ ffpa_status run_pass(const Caller* caller, const ffpa_plan* plan, void* workspac
     if (plan->kernel < 0 || plan->kernel >= static_cast<int32_t>(kernel_table().size()) ||
         kernel_table()[plan->kernel].pass != problem.pass)
       return invalid("plan: must be as ffpa_*_plan filled it, but its kernel is ", plan->kernel);
+    if (plan->num_splits < 1 || plan->num_threads < 1)
+      return invalid("plan: must be as ffpa_*_plan filled it, but has ", plan->num_splits, " splits and ",
+                     plan->num_threads, " threads");
     if (workspace_bytes < plan->workspace_bytes)
       return {FFPA_WORKSPACE, words("workspace_bytes: must be at least the plan's, ", plan->workspace_bytes,
                                     ", but is ", workspace_bytes)};

@@ -51,9 +51,10 @@ void check_options(const ffpa_forward_problem& f) {
     refuse("anchor: must be 0 (top left) or 1 (bottom right), but is ", f.anchor);
   if (f.engine < FFPA_ENGINE_AUTO || f.engine > FFPA_ENGINE_CUDA)
     refuse("engine: must be one of ffpa_engine, from 0 to 3, but is ", f.engine);
-  if (f.has_scale && !std::isfinite(f.scale)) refuse("scale: must be finite, but is ", f.scale);
-  if (!(f.softcap >= 0) || !std::isfinite(f.softcap))
-    refuse("softcap: must be 0 or a positive number, but is ", f.softcap);
+  constexpr double kMost = std::numeric_limits<float>::max();  // kernels compute in fp32
+  if (f.has_scale && !(std::abs(f.scale) <= kMost)) refuse("scale: must be finite in fp32, but is ", f.scale);
+  if (!(f.softcap >= 0 && f.softcap <= kMost))
+    refuse("softcap: must be 0 or a positive number that is finite in fp32, but is ", f.softcap);
   if (!(f.dropout_p >= 0 && f.dropout_p <= 1)) refuse("dropout_p: must be from 0 to 1, but is ", f.dropout_p);
   check_range("window_left", f.window_left, -1, kUnbounded);
   check_range("window_right", f.window_right, -1, kUnbounded);

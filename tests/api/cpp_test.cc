@@ -102,7 +102,8 @@ TEST(Cpp, Backward) {
 TEST(Cpp, ErrorsCarryStatusAndText) {
   Mean m(2);
   m.p.softcap = -1;
-  expect_error(FFPA_INVALID_ARGUMENT, "softcap: must be 0 or a positive number, but is -1", [&] { ffpa::run(m.p); });
+  expect_error(FFPA_INVALID_ARGUMENT, "softcap: must be 0 or a positive number that is finite in fp32, but is -1",
+               [&] { ffpa::run(m.p); });
   m.p.softcap = 0;
   const ffpa_plan plan = ffpa::plan(m.p);
   m.p.causal = 1;

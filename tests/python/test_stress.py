@@ -143,18 +143,17 @@ def test_memory_never_grows_with_the_square(passes: str) -> None:
     assert float(out) < 6
 
 
-def test_a_refused_call_writes_nothing() -> None:
-    k = torch.full((1, 1, 8, 16), 3.0)
-    with pytest.raises(RuntimeError, match="seqlens_kv"):
+@pytest.mark.parametrize("fault", ["lengths", "head dim", "window", "splits"])
+def test_a_refused_call_writes_nothing(fault: str) -> None:
+    cache = torch.full((1, 8, 1, 16), 3.0)
+    q = torch.randn(1, 2, 2, 17 if fault == "head dim" else 16)
+    options = {"lengths": {}, "head dim": {}, "window": {"softcap": -1.0}, "splits": {"num_splits": -1}}[fault]
+    with pytest.raises(RuntimeError, match=r"seqlens_kv|D_qk|softcap|num_splits"):
         ffpa.flash_attn_with_kvcache(
-            torch.randn(1, 2, 1, 16),
-            k.transpose(1, 2),
-            k.clone().transpose(1, 2),
-            torch.randn(1, 2, 1, 16),
-            torch.randn(1, 2, 1, 16),
-            cache_seqlens=torch.tensor([7], dtype=torch.int32),
-        )
-    assert (k == 3).all()
+            q, cache, cache.clone(), torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16),
+            cache_seqlens=7 if fault == "lengths" else 2, **options,
+        )  # fmt: skip
+    assert (cache == 3).all()
 
 
 def test_environment_forces_a_kernel() -> None:
