@@ -1,5 +1,8 @@
-"""Random problems, all options combined, forward, on every kernel, against the oracle. Their gradients are compared with
-the reference engine by tests/simd/random_test.cc, that engine with PyTorch by test_reference.py."""
+"""Random problems, all options combined, forward, on every kernel, against the oracle.
+
+Gradients of random problems: tests/simd/random_test.cc against the reference engine, test_reference.py that engine
+against PyTorch.
+"""
 
 from __future__ import annotations
 
