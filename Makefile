@@ -81,13 +81,8 @@ fuzz: .venv/build  ## libFuzzer on the C ABI, FUZZ_SECONDS in all
 wheel: .venv/test  ## dist/ffpa-*.whl for any Python >= 3.10, repaired, then used in a clean environment
 	tools/wheel.sh
 
-cuda: .venv/test  ## compile every CUDA kernel, and look at the machine code: registers, stack, wgmma (no GPU needed)
-	@if ! command -v nvcc >/dev/null && ! [ -x /usr/local/cuda/bin/nvcc ]; then echo "make cuda: skipped, there is no nvcc"; exit 0; fi
-	cmake --preset cuda --log-level=WARNING
-	set -o pipefail; cmake --build --preset cuda -j $(JOBS) --target ffpa 2>&1 | tee build/cuda/build.log
-	@if grep -E 'C75[0-9]{2}' build/cuda/build.log; then echo "make cuda: wgmma would be serialised (messages above)"; exit 1; fi
-	PATH=$$(echo .venv/lib/python3*/site-packages/nvidia/cu13/bin):$$PATH python tools/check_sm90.py build/cuda/lib/libffpa.so | tee build/cuda/kernels.log | tail -1
-	@! grep -q '^FAIL' build/cuda/kernels.log
+cuda: .venv/test  ## compile every CUDA kernel and look at its registers, stack and wgmma (no GPU needed)
+	tools/cuda.sh $(JOBS)
 
 bench: build .venv/demo  ## the CPU figures of the README
 	python -m ffpa.cli bench --set cpu --json build/bench.json --plot build/bench.png
