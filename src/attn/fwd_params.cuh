@@ -1,4 +1,4 @@
-// What the Hopper forward kernels are launched with. SPDX-License-Identifier: Apache-2.0
+// What the Hopper kernels are launched with: what both passes share, and the forward's outputs. SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cuda.h>
@@ -28,16 +28,32 @@ enum class Features {
 constexpr bool has_options(Features f) { return f == Features::kOptions || f == Features::kAll; }
 constexpr bool has_packed(Features f) { return f == Features::kPacked || f == Features::kAll; }
 
-struct ForwardParams {
+// [B | 1, H, N | T, width]: rows that a kernel writes; strides in elements.
+struct RowsOut {
+  void* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0, column = 1;
+  int width = 0;
+  bool vector = false;  // can be written 16 bytes at a time
+  template <class Element>
+  __device__ __forceinline__ Element* at(int64_t b, int64_t h, int64_t i) const {
+    return static_cast<Element*>(data) + b * batch + h * head + i * row;
+  }
+};
+
+// [B | 1, H_q, N_q | T_q]: a float for each query row; strides in elements. data null = absent.
+struct RowValues {
+  float* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0;
+  __device__ __forceinline__ float* at(int64_t b, int64_t h, int64_t i) const {
+    return data + b * batch + h * head + i * row;
+  }
+};
+
+// What every kernel of either pass reads.
+struct AttentionParams {
   // q [B | 1, H_q, N_q | T_q, D_qk] as (column, row, head, batch); k and v as KvCoordinates says. Boxes of 64 columns; columns past D
   // arrive as zeros.
   CUtensorMap q, k, v;
-
-  void* o = nullptr;     // [B | 1, H_q, N_q | T_q, D_v], strides in elements
-  float* lse = nullptr;  // [B | 1, H_q, N_q | T_q], strides in elements; may be null
-  int64_t o_batch = 0, o_head = 0, o_row = 0, o_column = 1;
-  int64_t lse_batch = 0, lse_head = 0, lse_row = 0;
-  bool o_vector = false;  // o can be written 16 bytes at a time
 
   int n_seqs = 0, h_q = 0, group = 1;
   int n_q = 0, n_kv = 0;  // rows of a dense sequence; T_q, T_kv when packed
@@ -75,6 +91,11 @@ struct ForwardParams {
   Dropout dropout;  // threshold 0 = none
   const int64_t* dropout_state = nullptr;
   float keep_scale = 1.f;
+};
+
+struct ForwardParams : AttentionParams {
+  RowsOut o;      // width D_v
+  RowValues lse;  // may be absent
 };
 
 }  // namespace ffpa::attn

@@ -56,16 +56,16 @@ struct FetchedWords {
 
 // Whether `fetch` has what apply_options needs of a tensor: 16-bit bias, or else the mask.
 template <int kColumns>
-__device__ __forceinline__ bool fetches_bias(const ForwardParams& p, int n_kv, int key) {
+__device__ __forceinline__ bool fetches_bias(const AttentionParams& p, int n_kv, int key) {
   return kColumns % 32 == 0 && p.bias_eights && !p.bias_fp32 && key + kColumns <= n_kv;
 }
 template <int kColumns>
-__device__ __forceinline__ bool fetches_mask(const ForwardParams& p, int n_kv, int key) {
+__device__ __forceinline__ bool fetches_mask(const AttentionParams& p, int n_kv, int key) {
   return kColumns % 32 == 0 && p.mask_eights && !(p.bias_eights && !p.bias_fp32) && key + kColumns <= n_kv;
 }
 
 template <int kColumns>
-__device__ __forceinline__ void fetch(const ForwardParams& p, const OptionRows& x, int key,
+__device__ __forceinline__ void fetch(const AttentionParams& p, const OptionRows& x, int key,
                                       FetchedWords<kColumns>& to) {
   const int part = threadIdx.x % 4;
   if (fetches_bias<kColumns>(p, x.n_kv, key)) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void for_pairs(const char* const (&rows)[2], int64_t 
 
 // q.k to logits in base 2. `key`: first of the block, `column`: the thread's first column; `fetched` by `fetch` for the same block.
 template <class Element, int kColumns>
-__device__ __forceinline__ void apply_options(const ForwardParams& p, const OptionRows& x, float* s, int key,
+__device__ __forceinline__ void apply_options(const AttentionParams& p, const OptionRows& x, float* s, int key,
                                               FetchedWords<kColumns>& fetched) {
   const int column = key + threadIdx.x % 4 * 2;
   if (p.softcap_log2 > 0.f) {
@@ -198,7 +198,7 @@ __device__ __forceinline__ void apply_options(const ForwardParams& p, const Opti
 // Dropout of one of the thread's rows (r) over 32 of its columns (from 8 * 4 * four): bits 4 * group + 2 * r and +1 of `keep` for the
 // thread's two columns of group `group` (of eight columns), counted from `column`; 8 groups a word. The four lanes of a quad share the
 // calls: each makes one for one of the four groups, and they trade words.
-__device__ __forceinline__ uint32_t dropout_quarter(const ForwardParams& p, const OptionRows& x, int column, int r,
+__device__ __forceinline__ uint32_t dropout_quarter(const AttentionParams& p, const OptionRows& x, int column, int r,
                                                     int four) {
   const int part = threadIdx.x % 4;
   Dropout dropout = p.dropout;
@@ -224,7 +224,7 @@ __device__ __forceinline__ uint32_t dropout_quarter(const ForwardParams& p, cons
 
 // Bit i of word i/32: keep element i of the fragment.
 template <int kColumns>
-__device__ __forceinline__ void dropout_bits(const ForwardParams& p, const OptionRows& x, int column,
+__device__ __forceinline__ void dropout_bits(const AttentionParams& p, const OptionRows& x, int column,
                                              uint32_t (&keep)[(kColumns + 63) / 64]) {
 #pragma unroll
   for (int word = 0; word < (kColumns + 63) / 64; ++word) {

@@ -1,4 +1,4 @@
-// Writing o and lse from accumulator fragments. SPDX-License-Identifier: Apache-2.0
+// Writing o, gradients and lse from accumulator fragments. SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include "attn/fwd_params.cuh"
@@ -25,21 +25,21 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
 
 // Eight columns of a row, those that exist.
 template <class Element>
-__device__ __forceinline__ void store_piece(const ForwardParams& p, const uint32_t (&w)[4], Element* row, int column) {
-  if (p.o_vector && column + 8 <= p.d_v) {
+__device__ __forceinline__ void store_piece(const RowsOut& out, const uint32_t (&w)[4], Element* row, int column) {
+  if (out.vector && column + 8 <= out.width) {
     *reinterpret_cast<uint4*>(row + column) = make_uint4(w[0], w[1], w[2], w[3]);
     return;
   }
   uint16_t* to = reinterpret_cast<uint16_t*>(row);
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    if (column + i < p.d_v) to[(column + i) * p.o_column] = static_cast<uint16_t>(w[i / 2] >> (16 * (i % 2)));
+    if (column + i < out.width) to[(column + i) * out.column] = static_cast<uint16_t>(w[i / 2] >> (16 * (i % 2)));
 }
 
 // Columns [first_column, first_column + kColumns) of one of the thread's two rows (r), times `factor`. Lanes of a quad trade words
 // so that each writes 16 bytes and the quad 64: full sectors. `row` may be null: the lane takes part but writes nothing.
 template <class Element, int kColumns, int r>
-__device__ __forceinline__ void store_row(const ForwardParams& p, const float* o, float factor, Element* row,
+__device__ __forceinline__ void store_row(const RowsOut& out, const float* o, float factor, Element* row,
                                           int first_column) {
   static_assert(kColumns % 32 == 0, "a quad writes 32 columns at a time");
 #pragma unroll
@@ -50,13 +50,13 @@ __device__ __forceinline__ void store_row(const ForwardParams& p, const float* o
       w[i] = ptx::pack<Element>(o[(4 * c + i) * 4 + 2 * r] * factor, o[(4 * c + i) * 4 + 2 * r + 1] * factor);
     quad_transpose(w);
     const int column = first_column + 32 * c + 8 * static_cast<int>(threadIdx.x % 4);
-    if (row) store_piece(p, w, row, column);
+    if (row) store_piece(out, w, row, column);
   }
 }
 
 // Sink of a head in base 2; -inf where there is none.
 template <class Element>
-__device__ __forceinline__ float sink_log2(const ForwardParams& p, int head, bool nobodys) {
+__device__ __forceinline__ float sink_log2(const AttentionParams& p, int head, bool nobodys) {
   if (!p.sinks || nobodys) return -INFINITY;
   const int64_t at = head * p.sinks_stride;
   const float sink = p.sinks_fp32 ? static_cast<const float*>(p.sinks)[at]

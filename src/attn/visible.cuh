@@ -11,7 +11,7 @@ struct KeyRange {
   int begin, end;
 };
 
-__device__ __forceinline__ KeyRange visible_keys(const ForwardParams& p, int n_q, int n_kv, int i) {
+__device__ __forceinline__ KeyRange visible_keys(const AttentionParams& p, int n_q, int n_kv, int i) {
   const int diagonal = p.bottom_right ? i + n_kv - n_q : i;
   return {p.window_left < diagonal ? diagonal - p.window_left : 0,
           p.window_right < n_kv - 1 - diagonal ? max(diagonal + p.window_right + 1, 0) : n_kv};
@@ -23,14 +23,19 @@ __device__ __forceinline__ KeyRange visible_keys(const ForwardParams& p, int n_q
 //   ragged                        (column, 2^30 - n + j, r + n, 2^30, head) for n rows that start at row r of the memory: the first
 //                                 two both step by a row, the third by 2^34 bytes less a row, so all is r + j rows mod 2^64, and
 //                                 the first leaves its extent, 2^30, exactly at j = n
-struct KvCoordinates {
+struct RowCoordinates {
   int row, third, fourth, head;
 };
-__device__ __forceinline__ KvCoordinates kv_coordinates(const ForwardParams& p, int batch, int first_row, int n_kv,
-                                                        int kv_head, int batch_rows, int batch_step, int head_step) {
+__device__ __forceinline__ RowCoordinates row_coordinates(bool ragged, int batch, int first_row, int n, int head,
+                                                          int batch_rows, int batch_step, int head_step) {
   constexpr int kHalfRange = 1 << 30;
-  if (p.ragged) return {kHalfRange - n_kv, batch * batch_rows + first_row + n_kv, kHalfRange, kv_head * head_step};
-  return {0, batch * batch_step, 0, kv_head * head_step};
+  if (ragged) return {kHalfRange - n, batch * batch_rows + first_row + n, kHalfRange, head * head_step};
+  return {0, batch * batch_step, 0, head * head_step};
+}
+using KvCoordinates = RowCoordinates;
+__device__ __forceinline__ KvCoordinates kv_coordinates(const AttentionParams& p, int batch, int first_row, int n_kv,
+                                                        int kv_head, int batch_rows, int batch_step, int head_step) {
+  return row_coordinates(p.ragged, batch, first_row, n_kv, kv_head, batch_rows, batch_step, head_step);
 }
 
 // -inf in the columns that the two rows of an accumulator fragment do not see. `column`: key of the thread's first column.

@@ -193,18 +193,9 @@ Status fill_forward_params(const Problem& p, const Boxes& boxes, attn::ForwardPa
   f->k_batch_step = step(a.k, 0);
   f->v_batch_step = step(a.v, 0);
 
-  f->o = a.o.data;
-  f->o_batch = a.o.stride[0];
-  f->o_head = a.o.stride[1];
-  f->o_row = a.o.stride[2];
-  f->o_column = a.o.stride[3];
-  f->o_vector = multiple_of_8(a.o);
-  if (present(a.lse)) {
-    f->lse = static_cast<float*>(a.lse.data);
-    f->lse_batch = a.lse.stride[0];
-    f->lse_head = a.lse.stride[1];
-    f->lse_row = a.lse.stride[2];
-  }
+  f->o = {a.o.data,      a.o.stride[0],           a.o.stride[1],     a.o.stride[2],
+          a.o.stride[3], static_cast<int>(p.d_v), multiple_of_8(a.o)};
+  if (present(a.lse)) f->lse = {static_cast<float*>(a.lse.data), a.lse.stride[0], a.lse.stride[1], a.lse.stride[2]};
   f->n_seqs = static_cast<int>(p.n_seqs);
   f->h_q = static_cast<int>(p.h_q);
   f->group = static_cast<int>(p.group);

@@ -587,11 +587,10 @@ struct Consumer {
     const attn::RowEnd end = attn::end_row(used[r], sum[r], sink, C::kOptions ? f.keep_scale : 1.f);
     Element* to = nullptr;
     if (i < t.n_q) {
-      to = static_cast<Element*>(f.o) + t.q_batch * f.o_batch + t.head * f.o_head + (t.q_row + i) * f.o_row;
-      if (f.lse && rank == 0 && lane % 4 == 0)
-        f.lse[t.q_batch * f.lse_batch + t.head * f.lse_head + (t.q_row + i) * f.lse_row] = end.lse;
+      to = f.o.at<Element>(t.q_batch, t.head, t.q_row + i);
+      if (f.lse.data && rank == 0 && lane % 4 == 0) *f.lse.at(t.q_batch, t.head, t.q_row + i) = end.lse;
     }
-    attn::store_row<Element, C::kDvSlice, r>(f, o, end.factor, to, rank * C::kDvSlice);
+    attn::store_row<Element, C::kDvSlice, r>(f.o, o, end.factor, to, rank * C::kDvSlice);
   }
 
   __device__ __forceinline__ void run() {
