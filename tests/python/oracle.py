@@ -34,21 +34,30 @@ def attend(
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     softcap: float = 0.0,
+    seqlens_q: Tensor | None = None,
     seqlens_kv: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
     factors: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse); ``factors`` are dropout's, 0 or 1 / (1 - p), [B, H_q, N_q, N_kv]."""
+    """(o, lse); ``factors`` are dropout's, 0 or 1 / (1 - p), [B, H_q, N_q, N_kv]; rows from ``seqlens_q`` on belong to
+    nobody. Keys past ``seqlens_kv`` may be NaN."""
     (b, h, n_q, d), n_kv = q.shape, k.shape[2]
+    if kv_batch_idx is not None:
+        k, v = k[kv_batch_idx.long()], v[kv_batch_idx.long()]
+    if seqlens_kv is not None:
+        live = torch.arange(n_kv)[:, None] < seqlens_kv.view(-1, 1, 1, 1)
+        k, v = torch.where(live, k, 0.0), torch.where(live, v, 0.0)
     k, v = (x.repeat_interleave(h // x.shape[1], 1) for x in (k, v))
     s = (q @ k.mT) * (d**-0.5 if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     i, j = torch.arange(n_q)[:, None], torch.arange(n_kv)
     length = n_kv if seqlens_kv is None else seqlens_kv.view(-1, 1, 1, 1)
+    rows = n_q if seqlens_q is None else seqlens_q.view(-1, 1, 1, 1)
     if alibi_slopes is not None:
-        s = s - alibi_slopes.to(s.dtype).reshape(-1, h, 1, 1) * (i + length - n_q - j).abs()
+        s = s - alibi_slopes.to(s.dtype).reshape(-1, h, 1, 1) * (i + length - rows - j).abs()
     visible = (j < length).expand(b, h, n_q, n_kv).clone()
-    diagonal = i + length - n_q if anchor == "bottom_right" else i
+    diagonal = i + length - rows if anchor == "bottom_right" else i
     if causal:
         visible &= j <= diagonal
     if window[0] >= 0:
@@ -62,6 +71,7 @@ def attend(
         s = s + torch.where(bias == -math.inf, 0.0, bias).to(s.dtype)
     s = torch.where(visible, s, -math.inf)
     logits = s if sinks is None else torch.cat([s, sinks.to(s.dtype).view(1, h, 1, 1).expand(b, h, n_q, 1)], -1)
+    logits = torch.where(i < rows, logits, -math.inf)
     some = (logits != -math.inf).any(-1, keepdim=True)
     safe = torch.where(some, logits, 0.0)
     p = torch.where(some, torch.softmax(safe, -1), 0.0)[..., :n_kv]
@@ -74,7 +84,7 @@ def judge(what: str, found: Tensor, true: Tensor, plain: Tensor, dtype: torch.dt
     is left of large terms that cancel, within twice the plain one's.
 
     ``slack``: units in the last place of the largest value to allow besides. A search for the worst problem finds small
-    ones whose plain result happens to be exact.
+    ones whose plain result happens to be exact, or of a few values that cancel.
     """
     assert found.shape == true.shape, f"{what}: {tuple(found.shape)} instead of {tuple(true.shape)}"
     found, plain = found.detach().double(), plain.detach().double()
@@ -88,6 +98,8 @@ def judge(what: str, found: Tensor, true: Tensor, plain: Tensor, dtype: torch.dt
     worst, bound = error.abs().max().item(), 2 * allowed.nan_to_num(0.0).abs().max().item() + 1e-5
     bound += slack * torch.finfo(dtype).eps * true[finite].abs().max().item()
     assert worst <= bound, f"{what}: error {worst:.2e}, allowed {bound:.2e}"
+    if slack and error.numel() < 64:
+        return  # a mean over so few says nothing that the largest does not
     size = true[finite].square().mean().sqrt().item()
     rmse = error.square().mean().sqrt().item()
     plain_rmse = allowed.nan_to_num(0.0).square().mean().sqrt().item()
@@ -112,7 +124,7 @@ def check(
     given = {"q": q, "k": k, "v": v, **options}
     generator = torch.Generator().manual_seed(5)
     results = []
-    dout = torch.randn(*q.shape[:3], v.shape[3], generator=generator)
+    dout = torch.randn(*q.shape[:3], v.shape[3], generator=generator).to(q.dtype)
     dlse = torch.randn(q.shape[:3], generator=generator)
     for which in ("ours", "true", "plain"):
         wide = {torch.float64: torch.float64}.get(q.dtype, q.dtype) if which != "true" else torch.float64

@@ -1,16 +1,19 @@
 // Backward on the CPU: tiles of query rows over tiles of keys, no atomics. SPDX-License-Identifier: Apache-2.0
 //
-// With P = exp(S - lse), inner = dlse - rowsum(dout * o), and dropout's factors D (1 without):
+// With P = exp(S - lse), inner = dlse - rowsum(P * dP), and dropout's factors D (1 without):
 //   dP = dout V' * D      dS = P * (dP + inner)      dR = dS * scale * (1 - tanh^2)      (the last factor under a softcap)
 //   dQ = dR K             dK = dR' Q                 dV = (P * D)' dout                  dbias = dS      dsink = p_sink * inner
 //
-// First `inner` for every row. Then one item of work a KV head of one batch row of k, or one part of its query tiles:
+// One item of work is a KV head of one batch row of k, or one part of its query tiles:
 //   once per tile of rows      Q' and dout' packed (for S and dP), Q and dout packed (for dK and dV)
-//   per tile of keys           S[key][row] = K Q', dP[key][row] = V dout'; P and dR in place
+//   per tile of keys, first    S[key][row] = K Q', dP[key][row] = V dout', exp(S - lse); rowsums of P and P * dP
+//   per tile of keys, again    P and dR in place
 //                              dV += P dout,  dK += dR Q    into the item's fp32 rows, which all heads of a group share
 //                              dQ += dR' K                  into the tile's fp32 rows, stored at the end of the walk
+// So neither the rounding of lse nor that of o reaches a gradient. The first tiles of keys stay in memory between the two, up to
+// kKeptBytes; the rest is made again.
 // The order of every sum is fixed by the problem and the number of threads, so bits repeat. Where dbias is broadcast over items, the
-// items go to fixed lanes with a copy of dbias each. Memory: inner, a thread's tiles, fp32 rows of dk and dv of the items at work.
+// items go to fixed lanes with a copy of dbias each. Memory: a thread's tiles, fp32 rows of dk and dv of the items at work.
 #include <cmath>
 
 #include "cpu/features.h"
@@ -60,14 +63,23 @@ struct Cut {
   }
 };
 
+// S and dP of some keys, [key][row], columns [c0, c1).
+struct KeyTile {
+  int64_t j = -1, count = 0, c0 = 0, c1 = 0;
+  float *s, *dp, *keep, *derivative;
+};
+
+constexpr int64_t kKeptBytes = int64_t{4} << 20;  // of key tiles that a thread keeps
+
 template <class Kind>
 struct Scratch {
   QueryRows q;
   int64_t* key_offset;
   uint32_t *q_panels, *dout_panels, *q_rows, *dout_rows, *k_rows, *v_rows, *k_panels, *row;
-  uint32_t *p_by_row, *dr_by_row, *dr_by_key;  // units along the rows, and along the keys; Fp32: S and dP themselves
-  float *s, *dp, *extra, *keep, *derivative, *dq, *lse, *inner, *norm;
-  int64_t ld_k, ld_v, ld_dq, row_step, key_step;
+  uint32_t *p_by_row, *dr_by_row, *dr_by_key;  // 16 bits: units along the rows, and along the keys
+  float *extra, *dq, *lse, *inner, *norm;
+  KeyTile* tiles;
+  int64_t ld_k, ld_v, ld_dq, n_tiles;
 
   Scratch(Arena& arena, const Problem& p, const Options& options, const TileShape& t) {
     const int64_t u_qk = units_of<Kind>(p.d_qk), u_v = units_of<Kind>(p.d_v), tile = t.rows * t.keys;
@@ -85,22 +97,23 @@ struct Scratch {
     v_rows = arena.take<uint32_t>(t.keys * ld_v);
     k_panels = arena.take<uint32_t>(units_of<Kind>(t.keys) * columns_qk);
     row = arena.take<uint32_t>(2 * round_up(most(p.d_qk, p.d_v) + 1, kPanel));
-    s = arena.take<float>(tile);
-    dp = arena.take<float>(tile);
-    if constexpr (Kind::kPerUnit == 1) {
-      p_by_row = reinterpret_cast<uint32_t*>(s);
-      dr_by_row = dr_by_key = reinterpret_cast<uint32_t*>(dp);
-      row_step = t.rows;
-    } else {
+    if constexpr (Kind::kPerUnit > 1) {
       p_by_row = arena.take<uint32_t>(tile / 2);
       dr_by_row = arena.take<uint32_t>(tile / 2);
       dr_by_key = arena.take<uint32_t>(units_of<Kind>(t.keys) * t.rows);
-      row_step = t.rows / 2;
     }
-    key_step = t.rows;
     extra = options.extra ? arena.take<float>(tile) : nullptr;
-    keep = options.f.dropout_p > 0 ? arena.take<float>(tile) : nullptr;
-    derivative = options.softcap ? arena.take<float>(tile) : nullptr;
+    const bool dropout = options.f.dropout_p > 0;
+    const int64_t bytes = tile * 4 * (2 + dropout + options.softcap);
+    n_tiles = most(1, least((p.n_kv + t.keys - 1) / t.keys, kKeptBytes / bytes));
+    tiles = arena.take<KeyTile>(n_tiles);
+    for (int64_t x = 0; x < n_tiles; ++x) {
+      const KeyTile kept{.s = arena.take<float>(tile),
+                         .dp = arena.take<float>(tile),
+                         .keep = dropout ? arena.take<float>(tile) : nullptr,
+                         .derivative = options.softcap ? arena.take<float>(tile) : nullptr};
+      if (arena.base) tiles[x] = kept;
+    }
     dq = arena.take<float>(t.rows * ld_dq);
     lse = arena.take<float>(t.rows);
     inner = arena.take<float>(t.rows);
@@ -110,14 +123,14 @@ struct Scratch {
 
 // What all threads share.
 struct Shared {
-  float* inner;    // [row of q][head]
+  float* dsinks;   // p_sink * inner, [row of q][head]
   float *dk, *dv;  // fp32 rows of the items at work: by thread, or by item and part where parts meet in the end
   float* dbias;    // fp32 copies, one a lane or one for all
   int64_t ld_dk, ld_dv, rows, each_dbias, copies;
 
   Shared(Arena& arena, const Problem& p, const Wanted& wanted, const Cut& cut, int64_t threads) {
     const ffpa_backward_problem& g = p.args;
-    inner = arena.take<float>(p.fwd().q.extent[0] * p.h_q * p.fwd().q.extent[2]);
+    dsinks = arena.take<float>(wanted.dsinks ? p.fwd().q.extent[0] * p.h_q * p.fwd().q.extent[2] : 0);
     rows = p.n_kv;
     ld_dk = round_up(p.d_qk, kPanel);
     ld_dv = round_up(p.d_v, kPanel);
@@ -149,34 +162,26 @@ struct Backward {
         cut(problem, tile, num_threads),
         threads(num_threads) {}
 
-  FFPA_INLINE int64_t inner_at(const Sequence& s, int64_t h, int64_t i) const {
+  int64_t row_at(const Sequence& s, int64_t h, int64_t i) const {
     return (s.q_batch * p.h_q + h) * p.fwd().q.extent[2] + s.q_row + i;
   }
 
-  // inner = dlse - dout . o of one sequence and head.
-  void prepare(const Shared& all, int64_t b, int64_t h) const {
-    const Sequence s = sequence_at(p, b);
+  // dout . o of row r of the tile.
+  double dout_dot_o(const QueryRows& q, int64_t r) const {
     const ffpa_tensor &o = options.f.o, &dout = g.dout;
-    for (int64_t i = 0; i < s.n_q; ++i) {
-      const int64_t at_o = q_row_offset(s, o, h, i), at_dout = q_row_offset(s, dout, h, i);
-      double sum = present(g.dlse) ? static_cast<const float*>(g.dlse.data)[q_row_offset(s, g.dlse, h, i)] : 0.0;
-      for (int64_t d = 0; d < p.d_v; ++d)
-        sum -= double{value_at(o, at_o + d * o.stride[3])} * value_at(dout, at_dout + d * dout.stride[3]);
-      all.inner[inner_at(s, h, i)] = static_cast<float>(sum);
-    }
-  }
-
-  float lse_at(const Sequence& s, int64_t h, int64_t i) const {
-    return static_cast<const float*>(options.f.lse.data)[q_row_offset(s, options.f.lse, h, i)];
+    const int64_t at_o = q_row_offset(q.seq, o, q.head[r], q.index[r]),
+                  at_dout = q_row_offset(q.seq, dout, q.head[r], q.index[r]);
+    double sum = 0.0;
+    for (int64_t d = 0; d < p.d_v; ++d)
+      sum += double{value_at(o, at_o + d * o.stride[3])} * value_at(dout, at_dout + d * dout.stride[3]);
+    return sum;
   }
 
   void sink_gradient(const Shared& all, int64_t h) const {
-    const float sink = value_at(options.f.sinks, h * options.f.sinks.stride[0]);
     double sum = 0.0;
     for (int64_t b = 0; b < p.n_seqs; ++b) {
       const Sequence s = sequence_at(p, b);
-      for (int64_t i = 0; i < s.n_q; ++i)
-        if (sink != -kInf) sum += double{expf(sink - lse_at(s, h, i))} * all.inner[inner_at(s, h, i)];
+      for (int64_t i = 0; i < s.n_q; ++i) sum += double{all.dsinks[row_at(s, h, i)]};
     }
     ffpa_tensor t = g.dsinks;
     t.stride[3] = 0;
@@ -184,58 +189,98 @@ struct Backward {
     store_row(t, h * t.stride[0], &value, 1, 1.f);
   }
 
-  // Where one tile holds all keys of its rows, what was rounded on the way is made anew: P is brought to sum to 1 (lse was rounded),
-  // and inner is dlse - sum over the keys of P * dP (o was rounded).
-  void refine(Scratch<Kind>& w, const Shared& all, int64_t keys, int64_t c0, int64_t c1, float scale) const {
-    const ffpa_tensor& sinks = options.f.sinks;
-    for (int64_t r = c0; r < c1; ++r)
-      w.norm[r] = present(sinks) ? expf(value_at(sinks, w.q.head[r] * sinks.stride[0]) - w.lse[r]) : 0.f;
-    for (int64_t c = c0; c < c1; c += kLanes) {
-      const vf lse = load(w.lse + c);
-      vf delta{}, total = load(w.norm + c);
-      for (int64_t n = 0; n < keys; ++n) {
-        const int64_t at = n * tile.rows + c;
-        const vf x = exp(load(w.s + at) * scale - lse), factor = w.keep ? load(w.keep + at) : vf{} + 1.f;
-        total += x;
-        if (wanted.ds) delta += select((x == vf{}) | (factor == vf{}), vf{}, x * factor * load(w.dp + at));
-      }
-      const vf norm = select(total == vf{}, vf{} + 1.f, 1.0f / total);
-      store(w.norm + c, norm);
-      store(w.inner + c, -delta * norm);
+  // Makes the tile of `count` keys from j: exp(S - lse) in s, dP in dp. Nothing visible: c0 = c1.
+  void score(Scratch<Kind>& w, KeyTile& t, int64_t j, int64_t count, int64_t lanes) const {
+    const ffpa_forward_problem& f = options.f;
+    const Sequence& seq = w.q.seq;
+    const int64_t ld = tile.rows, u_qk = units_of<Kind>(p.d_qk), u_v = units_of<Kind>(p.d_v);
+    t.j = j;
+    t.count = count;
+    visible_columns(w.q, j, count, &t.c0, &t.c1);
+    if (t.c0 < t.c1 && options.extra && !gather_extra(options, w.q, j, count, lanes, w.extra, ld)) t.c1 = t.c0;
+    if (t.c0 == t.c1) return;
+    copy_rows<Kind>(key_rows(p, seq, f.k, w.q.kv_head, j, count, w.key_offset), count, w.k_rows, w.ld_k);
+    multiply<Kind>(count, t.c1 - t.c0, u_qk, w.k_rows, w.ld_k, 1, w.q_panels + t.c0 * u_qk, u_qk, t.s + t.c0, ld,
+                   Into::kOverwrite);
+    if (wanted.ds) {
+      copy_rows<Kind>(key_rows(p, seq, f.v, w.q.kv_head, j, count, w.key_offset), count, w.v_rows, w.ld_v);
+      multiply<Kind>(count, t.c1 - t.c0, u_v, w.v_rows, w.ld_v, 1, w.dout_panels + t.c0 * u_v, u_v, t.dp + t.c0, ld,
+                     Into::kOverwrite);
     }
-    for (int64_t r = c0; r < least(c1, w.q.count); ++r) {
-      if (present(g.dlse))
-        w.inner[r] += static_cast<const float*>(g.dlse.data)[q_row_offset(w.q.seq, g.dlse, w.q.head[r], w.q.index[r])];
-      if (wanted.dsinks) all.inner[inner_at(w.q.seq, w.q.head[r], w.q.index[r])] = w.inner[r];
+    const bool finish = !options.plain() || !all_visible(w.q, j, count, t.c0, t.c1);
+    if (finish) finish_scores(options, w.q, j, count, t.c0, t.c1, t.s, ld, w.extra, t.derivative);
+    if (t.keep) gather_dropout(options, w.q, j, count, t.c0, t.c1, t.keep, ld);
+    const float scale = finish ? 1.f : options.scale;
+    for (int64_t c = t.c0; c < t.c1; c += kLanes) {
+      const vf lse = load(w.lse + c);
+      for (int64_t at = c; at < count * ld + c; at += ld) {
+        store(t.s + at, exp(load(t.s + at) * scale - lse));
+        if (!t.keep || !wanted.ds) continue;
+        const vf factor = load(t.keep + at);
+        store(t.dp + at, select(factor == vf{}, vf{}, load(t.dp + at) * factor));
+      }
     }
   }
 
-  // S and dP of the tile to P and dR, columns [c0, c1).
-  void differentiate(Scratch<Kind>& w, int64_t keys, int64_t c0, int64_t c1, bool finished) const {
+  // Adds the tile's part to the rowsums of P (in norm) and P * dP (in inner).
+  void add_rowsums(Scratch<Kind>& w, const KeyTile& t) const {
     const int64_t ld = tile.rows;
-    const float scale = finished ? 1.f : options.scale;
-    for (int64_t c = c0; c < c1; c += kLanes) {
-      const vf lse = load(w.lse + c), inner = load(w.inner + c), norm = load(w.norm + c);
+    for (int64_t c = t.c0; c < t.c1; c += kLanes) {
+      vf total{}, inner{};
+      for (int64_t at = c; at < t.count * ld + c; at += ld) {
+        const vf x = load(t.s + at);
+        total += x;
+        if (wanted.ds) inner += select(x == vf{}, vf{}, x * load(t.dp + at));
+      }
+      store(w.norm + c, load(w.norm + c) + total);
+      store(w.inner + c, load(w.inner + c) + inner);
+    }
+  }
+
+  // From the rowsums: what brings a row's P to sum to 1, and inner. Where P does not sum to 1 by far, lse and o belong to more keys
+  // than these (a part of them is differentiated), so P is left alone and inner is made from o.
+  void finish_rowsums(Scratch<Kind>& w, const Shared& all) const {
+    const ffpa_tensor& sinks = options.f.sinks;
+    const float rounding = options.f.o.dtype == FFPA_FP32 ? 4e-6f : 2.5e-4f;
+    for (int64_t r = 0; r < w.q.count; ++r) {
+      const int64_t h = w.q.head[r], i = w.q.index[r];
+      const float lse = w.lse[r], sink = present(sinks) ? std::exp(value_at(sinks, h * sinks.stride[0]) - lse) : 0.f;
+      const float total = w.norm[r] + sink;
+      const bool whole = std::abs(total - 1.f) <= rounding * most(1.f, std::abs(lse)) && std::isfinite(lse);
+      w.norm[r] = whole ? 1.f / total : 1.f;
+      if (!wanted.ds) continue;
+      w.inner[r] = whole ? -w.inner[r] * w.norm[r] : static_cast<float>(-dout_dot_o(w.q, r));
+      if (present(g.dlse)) w.inner[r] += static_cast<const float*>(g.dlse.data)[q_row_offset(w.q.seq, g.dlse, h, i)];
+      if (wanted.dsinks) all.dsinks[row_at(w.q.seq, h, i)] = sink == 0.f ? 0.f : sink * w.norm[r] * w.inner[r];
+    }
+  }
+
+  // exp(S - lse) and dP of the tile to P and dR: in place, or as 16-bit units.
+  void differentiate(Scratch<Kind>& w, const KeyTile& t) const {
+    const int64_t ld = tile.rows, keys = t.count;
+    for (int64_t c = t.c0; c < t.c1; c += kLanes) {
+      const vf inner = load(w.inner + c), norm = load(w.norm + c);
       for (int64_t n = 0; n < keys; n += Kind::kPerUnit) {
         vf probability[Kind::kPerUnit], gradient[Kind::kPerUnit];
         for (int e = 0; e < Kind::kPerUnit; ++e) {
           probability[e] = gradient[e] = vf{};
           if (e > 0 && n + e >= keys) break;
           const int64_t at = (n + e) * ld + c;
-          const vf x = exp(load(w.s + at) * scale - lse) * norm;
-          const vf factor = w.keep ? load(w.keep + at) : vf{} + 1.f;
-          probability[e] = w.keep ? select(factor == vf{}, vf{}, x * factor) : x;
+          const vf x = load(t.s + at) * norm;
+          probability[e] = x;
+          if (t.keep) {
+            const vf factor = load(t.keep + at);
+            probability[e] = select(factor == vf{}, vf{}, x * factor);
+          }
           if (!wanted.ds) continue;
-          vf dp = load(w.dp + at);
-          if (w.keep) dp = select(factor == vf{}, vf{}, dp * factor);
-          const vf ds = select(x == vf{}, vf{}, x * (dp + inner));
-          if (wanted.dbias) store(w.dp + at, ds);
+          const vf ds = select(x == vf{}, vf{}, x * (load(t.dp + at) + inner));
+          if (wanted.dbias) store(t.dp + at, ds);
           gradient[e] = ds * options.scale;
-          if (w.derivative) gradient[e] *= load(w.derivative + at);
+          if (t.derivative) gradient[e] *= load(t.derivative + at);
         }
         if constexpr (Kind::kPerUnit == 1) {
-          store(w.s + n * ld + c, probability[0]);
-          if (wanted.ds && !wanted.dbias) store(w.dp + n * ld + c, gradient[0]);
+          store(t.s + n * ld + c, probability[0]);
+          if (wanted.ds && !wanted.dbias) store(t.dp + n * ld + c, gradient[0]);
         } else {
           for (int e = 0; e < Kind::kPerUnit && n + e < keys; ++e) {
             const int64_t at = (n + e) * ld + c;
@@ -251,42 +296,42 @@ struct Backward {
   }
 
   // Adds dS of the tile to dbias; in fp32 kernels dS then becomes dR.
-  void add_to_dbias(Scratch<Kind>& w, float* dbias, int64_t j, int64_t keys, int64_t c0, int64_t c1) const {
+  void add_to_dbias(Scratch<Kind>& w, const KeyTile& t, float* dbias) const {
     const int64_t ld = tile.rows;
     int64_t step[4], dense = 1;
     for (int axis = 3; axis >= 0; --axis) {
       step[axis] = g.dbias.extent[axis] == 1 ? 0 : dense;
       dense *= g.dbias.extent[axis];
     }
-    for (int64_t r = c0; r < least(c1, w.q.count); ++r) {
-      float* to = dbias + w.q.seq.b * step[0] + w.q.head[r] * step[1] + w.q.index[r] * step[2] + j * step[3];
+    for (int64_t r = t.c0; r < least(t.c1, w.q.count); ++r) {
+      float* to = dbias + w.q.seq.b * step[0] + w.q.head[r] * step[1] + w.q.index[r] * step[2] + t.j * step[3];
       if (step[3] == 0) {
         float sum = 0.f;
-        for (int64_t n = 0; n < keys; ++n) sum += w.dp[n * ld + r];
+        for (int64_t n = 0; n < t.count; ++n) sum += t.dp[n * ld + r];
         *to += sum;
       } else {
-        for (int64_t n = 0; n < keys; ++n) to[n] += w.dp[n * ld + r];
+        for (int64_t n = 0; n < t.count; ++n) to[n] += t.dp[n * ld + r];
       }
     }
     if constexpr (Kind::kPerUnit == 1)
-      for (int64_t n = 0; n < keys; ++n)
-        for (int64_t c = c0; c < c1; c += kLanes) {
-          vf x = load(w.dp + n * ld + c) * options.scale;
-          if (w.derivative) x *= load(w.derivative + n * ld + c);
-          store(w.dp + n * ld + c, x);
+      for (int64_t n = 0; n < t.count; ++n)
+        for (int64_t c = t.c0; c < t.c1; c += kLanes) {
+          vf x = load(t.dp + n * ld + c) * options.scale;
+          if (t.derivative) x *= load(t.derivative + n * ld + c);
+          store(t.dp + n * ld + c, x);
         }
   }
 
   void walk(Scratch<Kind>& w, float* dk, float* dv, float* dbias, const Shared& all) const {
     const ffpa_forward_problem& f = options.f;
     const Sequence& s = w.q.seq;
-    const int64_t ld = tile.rows, lanes = round_up(w.q.count, kPanel);
-    const int64_t u_qk = units_of<Kind>(p.d_qk), u_v = units_of<Kind>(p.d_v), u_rows = units_of<Kind>(w.q.count);
+    const int64_t lanes = round_up(w.q.count, kPanel), u_rows = units_of<Kind>(w.q.count);
     for (int64_t r = 0; r < lanes; ++r) {
-      const float lse = r < w.q.count ? lse_at(s, w.q.head[r], w.q.index[r]) : -kInf;
+      const float lse = r < w.q.count
+                            ? static_cast<const float*>(f.lse.data)[q_row_offset(s, f.lse, w.q.head[r], w.q.index[r])]
+                            : -kInf;
       w.lse[r] = lse == -kInf ? kInf : lse;  // a row without keys: P = 0
-      w.norm[r] = 1.f;
-      w.inner[r] = r < w.q.count ? all.inner[inner_at(s, w.q.head[r], w.q.index[r])] : 0.f;
+      w.norm[r] = w.inner[r] = 0.f;
     }
     const Rows q = w.q.rows_of(f.q);
     pack_transposed<Kind>(q, w.q.count, w.q_panels, w.row);
@@ -297,39 +342,37 @@ struct Backward {
     if (wanted.dq) std::memset(w.dq, 0, static_cast<size_t>(lanes * w.ld_dq) * sizeof(float));
 
     const KeyRange keys = w.q.keys();
+    for (int64_t x = 0; x < w.n_tiles; ++x) w.tiles[x].j = -1;
+    const auto scored = [&](int64_t j) -> KeyTile& {
+      KeyTile& t = w.tiles[least((j - keys.begin) / tile.keys, w.n_tiles - 1)];
+      if (t.j != j) score(w, t, j, least(tile.keys, keys.end - j), lanes);
+      return t;
+    };
+    for (int64_t j = keys.begin; j < keys.end; j += tile.keys) add_rowsums(w, scored(j));
+    finish_rowsums(w, all);
     for (int64_t j = keys.begin; j < keys.end; j += tile.keys) {
-      const int64_t count = least(tile.keys, keys.end - j);
-      int64_t c0, c1;
-      visible_columns(w.q, j, count, &c0, &c1);
-      if (c0 == c1) continue;
-      if (options.extra && !gather_extra(options, w.q, j, count, lanes, w.extra, ld)) continue;
-      const Rows k = key_rows(p, s, f.k, w.q.kv_head, j, count, w.key_offset);
-      copy_rows<Kind>(k, count, w.k_rows, w.ld_k);
-      if (wanted.dq) pack_rows<Kind>(k, count, w.k_panels, w.row);
-      multiply<Kind>(count, c1 - c0, u_qk, w.k_rows, w.ld_k, 1, w.q_panels + c0 * u_qk, u_qk, w.s + c0, ld,
-                     Into::kOverwrite);
-      if (wanted.ds) {
-        copy_rows<Kind>(key_rows(p, s, f.v, w.q.kv_head, j, count, w.key_offset), count, w.v_rows, w.ld_v);
-        multiply<Kind>(count, c1 - c0, u_v, w.v_rows, w.ld_v, 1, w.dout_panels + c0 * u_v, u_v, w.dp + c0, ld,
-                       Into::kOverwrite);
-      }
-      const bool finish = !options.plain() || !all_visible(w.q, j, count, c0, c1);
-      if (finish) finish_scores(options, w.q, j, count, c0, c1, w.s, ld, w.extra, w.derivative);
-      if (w.keep) gather_dropout(options, w.q, j, count, c0, c1, w.keep, ld);
-      if (keys.end - keys.begin <= tile.keys) refine(w, all, count, c0, c1, finish ? 1.f : options.scale);
-      differentiate(w, count, c0, c1, finish);
-      if (wanted.dbias) add_to_dbias(w, dbias, j, count, c0, c1);
+      const KeyTile& t = scored(j);
+      if (t.c0 == t.c1) continue;
+      differentiate(w, t);
+      if (wanted.dbias) add_to_dbias(w, t, dbias);
 
-      const int64_t u0 = c0 / Kind::kPerUnit, units = units_of<Kind>(least(c1, w.q.count)) - u0;
+      const uint32_t *p_by_row = w.p_by_row, *dr_by_row = w.dr_by_row, *dr_by_key = w.dr_by_key;
+      if constexpr (Kind::kPerUnit == 1) {
+        p_by_row = reinterpret_cast<const uint32_t*>(t.s);
+        dr_by_row = dr_by_key = reinterpret_cast<const uint32_t*>(t.dp);
+      }
+      const int64_t row_step = tile.rows / Kind::kPerUnit, end = least(t.c1, w.q.count);
+      const int64_t u0 = t.c0 / Kind::kPerUnit, units = units_of<Kind>(end) - u0;
       if (wanted.dv)
-        multiply<Kind>(count, all.ld_dv, units, w.p_by_row + u0, w.row_step, 1, w.dout_rows + u0 * kPanel, u_rows,
+        multiply<Kind>(t.count, all.ld_dv, units, p_by_row + u0, row_step, 1, w.dout_rows + u0 * kPanel, u_rows,
                        dv + j * all.ld_dv, all.ld_dv, Into::kAdd);
       if (wanted.dk)
-        multiply<Kind>(count, all.ld_dk, units, w.dr_by_row + u0, w.row_step, 1, w.q_rows + u0 * kPanel, u_rows,
+        multiply<Kind>(t.count, all.ld_dk, units, dr_by_row + u0, row_step, 1, w.q_rows + u0 * kPanel, u_rows,
                        dk + j * all.ld_dk, all.ld_dk, Into::kAdd);
-      if (wanted.dq)
-        multiply<Kind>(least(c1, w.q.count) - c0, w.ld_dq, units_of<Kind>(count), w.dr_by_key + c0, 1, w.key_step,
-                       w.k_panels, units_of<Kind>(count), w.dq + c0 * w.ld_dq, w.ld_dq, Into::kAdd);
+      if (!wanted.dq) continue;
+      pack_rows<Kind>(key_rows(p, s, f.k, w.q.kv_head, j, t.count, w.key_offset), t.count, w.k_panels, w.row);
+      multiply<Kind>(end - t.c0, w.ld_dq, units_of<Kind>(t.count), dr_by_key + t.c0, 1, tile.rows, w.k_panels,
+                     units_of<Kind>(t.count), w.dq + t.c0 * w.ld_dq, w.ld_dq, Into::kAdd);
     }
     if (wanted.dq)
       for (int64_t r = 0; r < w.q.count; ++r)
@@ -432,7 +475,6 @@ struct Backward {
     const Shared all(arena, p, wanted, cut, threads);
     std::memset(all.dbias, 0, static_cast<size_t>(all.copies * all.each_dbias) * sizeof(float));
     const int workers = static_cast<int>(threads);
-    parallel_for(workers, p.n_seqs * p.h_q, [&](int64_t x, int) { prepare(all, x / p.h_q, x % p.h_q); });
     if (!wanted.ds && !wanted.dv) return;
     char* scratch = arena.base + arena.used;
     const int64_t each = scratch_bytes(), work = cut.items * cut.parts;
