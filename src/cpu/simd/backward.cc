@@ -14,6 +14,7 @@
 // kKeptBytes; the rest is made again.
 // The order of every sum is fixed by the problem and the number of threads, so bits repeat. Where dbias is broadcast over items, the
 // items go to fixed lanes with a copy of dbias each. Memory: a thread's tiles, fp32 rows of dk and dv of the items at work.
+#include <algorithm>
 #include <cmath>
 
 #include "cpu/features.h"
@@ -246,7 +247,7 @@ struct Backward {
       const int64_t h = w.q.head[r], i = w.q.index[r];
       const float lse = w.lse[r], sink = present(sinks) ? std::exp(value_at(sinks, h * sinks.stride[0]) - lse) : 0.f;
       const float total = w.norm[r] + sink;
-      const bool whole = std::abs(total - 1.f) <= rounding * most(1.f, std::abs(lse)) && std::isfinite(lse);
+      const bool whole = std::abs(total - 1.f) <= rounding * std::max(1.f, std::abs(lse)) && std::isfinite(lse);
       w.norm[r] = whole ? 1.f / total : 1.f;
       if (!wanted.ds) continue;
       w.inner[r] = whole ? -w.inner[r] * w.norm[r] : static_cast<float>(-dout_dot_o(w.q, r));
