@@ -5,6 +5,7 @@ set(ffpa_cuda_portable_sources  # src/kernels/sm80 and src/kernels/any: built fo
 )
 set(ffpa_cuda_sm90_sources      # src/kernels/sm90: built for 90a
   src/kernels/sm90/fwd_host.cu
+  src/kernels/sm90/host.cu
   src/kernels/sm90/sm90_fwd_cluster_dv.cu
   src/kernels/sm90/sm90_fwd_cluster_dv_bf16_160.cu
   src/kernels/sm90/sm90_fwd_cluster_dv_bf16_192.cu
@@ -32,6 +33,7 @@ set(ffpa_cuda_sm90_sources      # src/kernels/sm90: built for 90a
   src/kernels/sm90/sm90_fwd_single_fp16_192_192.cu
   src/kernels/sm90/sm90_fwd_single_fp16_256_256.cu
   src/kernels/sm90/sm90_fwd_single_fp16_64_64.cu
+  src/kernels/sm90/tensor_maps.cu
 )
 
 if(NOT ffpa_cuda_portable_sources AND NOT ffpa_cuda_sm90_sources)

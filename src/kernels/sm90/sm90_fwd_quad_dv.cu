@@ -13,7 +13,7 @@ const char* machine_lacks() { return machine_lacks_hopper(); }
 std::string plan_forward(const Problem& p, Choice*) {
   if (p.d_v > 1024) return words("D_v: must be at most 1024, but is ", p.d_v);
   if (p.d_qk > 1024) return words("D_qk: must be at most 1024, but is ", p.d_qk);
-  return tensor_maps_refuse(p);
+  return forward_refuses(p);
 }
 
 Status run_forward(const Problem& p, const Choice&, void*, void* stream) {
