@@ -2,8 +2,10 @@
 #
 # A kernel joins by its line in one of these two lists. While both are empty no CUDA compiler is looked for.
 set(ffpa_cuda_portable_sources  # src/kernels/sm80 and src/kernels/any: built for FFPA_CUDA_ARCHS
+  src/kernels/any/bwd_delta.cu
 )
 set(ffpa_cuda_sm90_sources      # src/kernels/sm90: built for 90a
+  src/kernels/sm90/bwd_host.cu
   src/kernels/sm90/fwd_host.cu
   src/kernels/sm90/host.cu
   src/kernels/sm90/sm90_fwd_cluster_dv.cu

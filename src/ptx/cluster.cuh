@@ -31,6 +31,13 @@ __device__ __forceinline__ void bulk_copy(uint32_t to_remote, uint32_t from, uin
       "r"(from), "r"(bytes), "r"(arrive.address)
       : "memory");
 }
+// st.async: 16 bytes of registers to another CTA's shared memory (or to the own, by its mapped address); they count towards `arrive` there.
+__device__ __forceinline__ void store_async4(uint32_t to_remote, const uint32_t* r, RemoteMbarrier arrive) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to_remote),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(arrive.address)
+      : "memory");
+}
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until the sources of this thread's committed copies may be overwritten.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
