@@ -156,8 +156,9 @@ typedef struct ffpa_forward_problem {
   int32_t num_splits;      /* forward: parts of N_kv worked on in parallel, 0 to 1024; 0 = planned */
   int32_t num_threads;     /* CPU; 0 = as many as the machine allows */
   int32_t engine;          /* ffpa_engine */
-  /* name of a kernel to force (ffpa_kernel_at lists them), or NULL. With neither kernel nor engine given the environment
-   * variable FFPA_KERNEL may force kernels by name, separated by commas, each for its pass */
+  /* name of a kernel to force (ffpa_kernel_at lists them), or NULL. In a backward problem the name of a forward kernel forces
+   * the backward kernels of its <arch>. With neither kernel nor engine given the environment variable FFPA_KERNEL may force
+   * kernels by name, separated by commas, each for its pass */
   const char* kernel;
 } ffpa_forward_problem;
 

@@ -24,9 +24,10 @@ namespace {
   "float softcap=0.0, SymInt max_seqlen_q=0, SymInt max_seqlen_kv=0, bool deterministic=False, "               \
   "bool batch_invariant=False, int num_splits=0, int engine=0, str? kernel_name=None"
 
-constexpr const char* kForwardSchema = "forward(" FFPA_PROBLEM_SCHEMA ") -> (Tensor o, Tensor lse)";
+// needs: bits of the gradients that will be wanted, dq 1, dk 2, dv 4, dbias 8, dsinks 16. What has no backward is refused.
+constexpr const char* kForwardSchema = "forward(" FFPA_PROBLEM_SCHEMA ", int needs=0) -> (Tensor o, Tensor lse)";
 
-// needs: bits of the gradients wanted, dq 1, dk 2, dv 4, dbias 8, dsinks 16. The others are returned with no elements.
+// needs: the same bits; the gradients that are not wanted are returned with no elements.
 constexpr const char* kBackwardSchema =
     "backward(Tensor dout, Tensor? dlse, Tensor o, Tensor lse, int needs, " FFPA_PROBLEM_SCHEMA
     ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)";
@@ -37,9 +38,9 @@ constexpr const char* kAppendSchema =
     "Tensor? block_table=None, Tensor? kv_batch_idx=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
     "Tensor? q=None, bool rotary_interleaved=False, bool rotary_q_fixed=False) -> Tensor q_rotated";
 
-void check_status(ffpa_status status) {
+void check_status(ffpa_status status, const char* before = "", const char* after = "") {
   if (status == FFPA_OK) return;
-  std::string text = ffpa_last_error();
+  std::string text = std::string(before) + ffpa_last_error() + after;
   if (status == FFPA_NOT_SUPPORTED) text = std::string(ffpa_status_name(status)) + ": " + text;
   throw std::runtime_error(text);
 }
@@ -182,9 +183,35 @@ struct ProblemArguments {
   Text kernel;
 };
 
+// Refuses a forward whose gradients no kernel could compute afterwards.
+void check_backward_exists(const ffpa_forward_problem& forward, int64_t needs) {
+  ffpa_backward_problem p;
+  ffpa_backward_problem_init(&p);
+  p.forward = forward;
+  p.dout = forward.o;
+  uintptr_t nowhere = 0;  // a plan touches no memory, but wants aligned addresses apart from each other
+  const auto gradient_of = [&](int bit, const ffpa_tensor& x) {
+    ffpa_tensor gradient{};
+    if (!(needs >> bit & 1) || x.rank == 0) return gradient;
+    gradient = x;
+    dense_strides(x, x.extent, gradient.stride);
+    gradient.data = reinterpret_cast<void*>(nowhere += uintptr_t{1} << 60);
+    return gradient;
+  };
+  p.dq = gradient_of(0, forward.q);
+  p.dk = gradient_of(1, forward.k);
+  p.dv = gradient_of(2, forward.v);
+  p.dbias = gradient_of(3, forward.bias);
+  p.dsinks = gradient_of(4, forward.sinks);
+  ffpa_plan plan;
+  check_status(ffpa_backward_plan(&p, &plan), "gradients are required, but the backward would be refused: ",
+               " (if none are wanted, call under torch.no_grad())");
+}
+
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments taken(stack);
   const ProblemArguments args(taken);
+  const int64_t needs = taken.integer();
   ffpa_forward_problem p;
   ffpa_forward_problem_init(&p);
   args.fill(&p);
@@ -200,6 +227,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   }
   ffpa_plan plan;
   check_status(ffpa_forward_plan(&p, &plan));
+  if (needs) check_backward_exists(p, needs);
   const Workspace workspace(p.q, plan.workspace_bytes);
   const Place place(p.q);
   check_status(ffpa_forward_run(&p, &plan, workspace.data(), workspace.bytes(), place.stream()));

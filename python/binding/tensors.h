@@ -165,10 +165,10 @@ inline Handle nothing(const ffpa_tensor& on) {
   return empty(on, 1, &extent, &stride, aoti_torch_dtype_float32());
 }
 
-// A tensor of the extents given, without holes, whose dimensions lie in memory in the order of `like`'s. Where `like`
-// is broadcast (a stride of 0 over more than one element) it has no such order: then row-major. The fakes in
+// Strides of a tensor of the extents given, without holes, whose dimensions lie in memory in the order of `like`'s. Where
+// `like` is broadcast (a stride of 0 over more than one element) it has no such order: then row-major. The fakes in
 // python/ffpa/_ops.py follow the same rule.
-inline Handle dense_like(const ffpa_tensor& like, const int64_t* extent, int32_t dtype) {
+inline void dense_strides(const ffpa_tensor& like, const int64_t* extent, int64_t* stride) {
   int order[FFPA_MAX_RANK];  // outermost first
   bool broadcast = false;
   for (int axis = 0; axis < like.rank; ++axis) {
@@ -177,12 +177,17 @@ inline Handle dense_like(const ffpa_tensor& like, const int64_t* extent, int32_t
     for (; place > 0 && like.stride[order[place - 1]] < like.stride[axis]; --place) order[place] = order[place - 1];
     order[place] = axis;
   }
-  int64_t stride[FFPA_MAX_RANK], step = 1;
+  int64_t step = 1;
   for (int place = like.rank - 1; place >= 0; --place) {
     const int axis = broadcast ? place : order[place];
     stride[axis] = step;
     step *= extent[axis] > 1 ? extent[axis] : 1;
   }
+}
+
+inline Handle dense_like(const ffpa_tensor& like, const int64_t* extent, int32_t dtype) {
+  int64_t stride[FFPA_MAX_RANK];
+  dense_strides(like, extent, stride);
   return empty(like, like.rank, extent, stride, dtype);
 }
 

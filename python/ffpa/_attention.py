@@ -83,14 +83,16 @@ def attention(
         batch_invariant: the bits of a sequence do not depend on the others in the call.
         num_splits: parts of N_kv worked on in parallel; 0 = planned.
         return_lse: return (o, lse), lse fp32 [B, H_q, N_q], natural log.
-        engine, kernel: force "ref", "cpu" or "cuda", or a kernel by name (``ffpa info`` lists them).
+        engine, kernel: force "ref", "cpu" or "cuda", or a kernel by name (``ffpa info`` lists them); gradients then
+            come from the backward kernels of its kind (the part of the name before "_fwd_").
 
     Returns:
         o [B, H_q, N_q, D_v] in q's dtype and order of memory, or (o, lse).
 
     Raises:
         RuntimeError: an argument breaks a rule; the text names argument, rule and value.
-        NotImplementedError: no kernel of this build and machine computes it.
+        NotImplementedError: no kernel of this build and machine computes it, or could compute the gradients that
+            arguments ask for.
         TypeError: an argument of the wrong type.
     """
     if torch.overrides.has_torch_function((q, k, v)):
@@ -162,7 +164,7 @@ def _window(window: Sequence[int]) -> tuple[int, int]:
 def explain_text(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, **options: Any) -> str:
     """The lines of ffpa_forward_explain or ffpa_backward_explain (ffpa.h) for a call of :func:`attention` with these
     arguments. TypeError for an option that it does not have. Nothing is computed."""
-    problem, tensors = _problem(q, k, v, backward, options)
+    problem, tensors = _problem(q, k, v, options)
     if not backward:
         return _native.explain(problem)
     q, k, v = (x for name in "qkv" if (x := tensors[name]) is not None)
@@ -173,12 +175,12 @@ def explain_text(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, **o
 
 def refuse_if_invalid(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     """Raise what :func:`attention` would raise for these arguments, without computing: for callers that write first."""
-    problem, _ = _problem(q, k, v, False, options)
+    problem, _ = _problem(q, k, v, options)
     _native.plan_of(problem)
 
 
 def _problem(
-    q: Tensor, k: Tensor, v: Tensor, backward: bool, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[_native.ForwardProblem, dict[str, Tensor | None]]:
     """The forward problem of a call, and its tensors by name, which must outlive it."""
     defaults: dict[str, Any] = attention.__kwdefaults__ or {}
@@ -199,9 +201,6 @@ def _problem(
         tensors["lse"] = torch.empty(q.shape[:3], dtype=wide, device=q.device)
     if options["deterministic"] is None:
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    kernel = options["kernel"]
-    if backward and kernel is not None:
-        options["kernel"] = kernel.replace("_fwd_", "_bwd_")
     options["num_threads"] = torch.get_num_threads() if q.device.type == "cpu" else 0
     del options["return_lse"]
     return _native.forward_problem({name: _spec(name, x) for name, x in tensors.items()}, **options), tensors

@@ -86,14 +86,13 @@ def _saved(ctx: Any, results: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     (o, lse), call = _saved(ctx, 2)
     gradients: list[Tensor | None] = [None] * len(call)
-    places = [place for place in GRADIENTS if place < len(call)]
-    needs = sum(1 << bit for bit, place in enumerate(places) if ctx.needs_input_grad[place])
+    needs = _needs(ctx)
     if needs == 0 or (dout is None and dlse is None):
         return tuple(gradients)
     if dout is None:
         dout = o.new_zeros(()).expand(o.shape)
-    if len(call) == len(Call._fields) and call[-1] is not None:
-        call = (*call[:-1], call[-1].replace("_fwd_", "_bwd_"))  # a forced forward kernel forces its sibling
+    if dout.is_cuda and dout.stride() != o.stride():  # the kernels there copy whole rows
+        dout = dout.contiguous()
     found: Any
     if not torch.is_grad_enabled():
         found = _ops.backward(dout, dlse, o, lse, needs, *call)
@@ -101,16 +100,22 @@ def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
         found = _TransformableBackward.apply(dout, dlse, o, lse, needs, *call)  # type: ignore[no-untyped-call]
     else:  # create_graph=True
         found = _Backward.apply(dout, dlse, o, lse, needs, *call)  # type: ignore[no-untyped-call]
-    for bit, place in enumerate(places):
+    for bit, place in enumerate(GRADIENTS):
         if needs >> bit & 1:
             gradients[place] = found[bit]
     return tuple(gradients)
 
 
+def _needs(ctx: Any) -> int:
+    """Bits of the gradients that are asked for, in the order of GRADIENTS."""
+    asked = ctx.needs_input_grad
+    return sum(1 << bit for bit, place in enumerate(GRADIENTS) if place < len(asked) and asked[place])
+
+
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor]:
-        o, lse = _ops.forward(*call)
+        o, lse = _ops.forward(*call, needs=_needs(ctx))
         _save(ctx, call, o, lse)
         return o, lse
 

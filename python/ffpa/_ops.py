@@ -84,8 +84,14 @@ def _run(op: Callable[..., Any], *arguments: Any) -> Any:
         raise reworded(error) from None
 
 
-def forward(*call: Any) -> tuple[Tensor, Tensor]:
-    """(o, lse) of the arguments of :class:`Call`, without gradients."""
+def forward(*call: Any, needs: int = 0) -> tuple[Tensor, Tensor]:
+    """(o, lse) of the arguments of :class:`Call`, without gradients.
+
+    ``needs``: bits of the gradients that will be asked for, in the order of GRADIENTS. What no kernel could
+    differentiate is refused.
+    """
+    if needs:
+        call = (*Call(*call), needs)
     o, lse = _run(forward_op, *call)
     return o, lse
 

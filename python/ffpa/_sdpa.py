@@ -88,7 +88,7 @@ def _is_usual(
         or query.is_nested
         or key.is_nested
         or value.is_nested
-        or not (query.is_cpu or (query.is_cuda and not wants_derivatives(query, key, value, attn_mask)))
+        or not (query.is_cpu or (query.is_cuda and _may_run_on_cuda(query, key, value, attn_mask)))
         or query.dtype not in _DTYPES
         or type(is_causal) is not bool
         or type(enable_gqa) is not bool
@@ -152,10 +152,14 @@ def _not_ours(*tensors: Tensor | None) -> str | None:
     if query.is_cuda and not any(device.type == "cuda" for device in _native.devices()):
         _check_lengths(*tensors[1:3])
         return "device: this build has no CUDA kernels, or the driver shows no GPU"
-    if query.is_cuda and wants_derivatives(*tensors) and not _cuda_backward():
+    if query.is_cuda and not _may_run_on_cuda(*tensors):
         _check_lengths(*tensors[1:3])
         return "backward: this build has no CUDA kernel for gradients"
     return None
+
+
+def _may_run_on_cuda(*tensors: Tensor | None) -> bool:
+    return not wants_derivatives(*tensors) or _cuda_backward()
 
 
 @cache

@@ -139,8 +139,6 @@ def attention_backward(
     others = {"dout": _array("dout", dout)}
     if dlse is not None:
         others["dlse"] = _array("dlse", dlse)
-    if options["kernel"] is not None:
-        options["kernel"] = options["kernel"].replace("_fwd_", "_bwd_")
     forward = _native.forward_problem(_specs(arrays), **options)
     _native.run(_native.backward_problem(forward, _specs(others | gradients)))
     if "dbias" in gradients:

@@ -53,12 +53,20 @@ const Kernel* find_kernel(std::string_view name) {
   return nullptr;
 }
 
+// <arch> of <arch>_<pass>_<idea>
+std::string_view arch(const Kernel& k) { return std::string_view(k.name).substr(0, std::strcspn(k.name, "_")); }
+
 // What the caller or the environment insists on.
 struct Forced {
-  const Kernel* kernel = nullptr;
+  const Kernel* kernel = nullptr;  // of the other pass: any kernel of its arch
   int32_t engine = FFPA_ENGINE_AUTO;
   const char* by = "";  // "kernel", "engine" or "FFPA_KERNEL"
   Status status;
+
+  bool admits(const Kernel& k) const {
+    if (kernel) return kernel->pass == k.pass ? kernel == &k : arch(*kernel) == arch(k);
+    return engine == FFPA_ENGINE_AUTO || engine == k.engine;
+  }
 };
 
 Forced forced(const Problem& p) {
@@ -72,9 +80,9 @@ Forced forced(const Problem& p) {
     f.kernel = find_kernel(name);
     f.by = "kernel";
     if (!f.kernel) return unknown("kernel", name);
-    if (f.kernel->pass != p.pass)
-      f.status = {FFPA_INVALID_ARGUMENT, words("kernel: must name a ", pass_name(p.pass), " kernel, but \"", name,
-                                               "\" is a ", pass_name(f.kernel->pass), " kernel")};
+    if (f.kernel->pass == Pass::kBackward && p.pass == Pass::kForward)
+      f.status = {FFPA_INVALID_ARGUMENT,
+                  words("kernel: must name a forward kernel, but \"", name, "\" is a backward kernel")};
     else if (p.fwd().engine != FFPA_ENGINE_AUTO && p.fwd().engine != f.kernel->engine)
       f.status = {FFPA_INVALID_ARGUMENT,
                   words("kernel: must belong to the engine asked for, ", engine_name(p.fwd().engine), ", but \"", name,
@@ -129,10 +137,8 @@ Decision decide(const Problem& p) {
   for (const Kernel& k : kTable) {
     if (k.pass != p.pass) continue;
     std::string reason;
-    if (force.kernel && force.kernel != &k)
-      reason = words(force.by, " asks for ", force.kernel->name);
-    else if (force.engine != FFPA_ENGINE_AUTO && force.engine != k.engine)
-      reason = words("engine asks for ", engine_name(force.engine));
+    if (!force.admits(k))
+      reason = words(force.by, " asks for ", force.kernel ? force.kernel->name : engine_name(force.engine));
     else
       reason = row_refuses(k, p);
     Choice choice;
@@ -145,14 +151,17 @@ Decision decide(const Problem& p) {
     d.better.push_back({&k, std::move(reason)});
   }
   std::string text = words("no ", pass_name(p.pass), " kernel takes this problem");
-  if (force.kernel) text = words(force.by, " \"", force.kernel->name, "\" does not take this problem");
+  if (force.kernel && force.kernel->pass == p.pass)
+    text = words(force.by, " \"", force.kernel->name, "\" does not take this problem");
+  else if (force.kernel)
+    text = words("no ", pass_name(p.pass), " kernel beside ", force.by, " \"", force.kernel->name,
+                 "\" takes this problem");
   if (force.engine != FFPA_ENGINE_AUTO)
     text = words("engine \"", engine_name(force.engine), "\" does not take this problem");
   const char* separator = ": ";
   int named = 0;
   for (const PassedOver& r : d.better) {
-    if (force.kernel && r.kernel != force.kernel) continue;
-    if (force.engine != FFPA_ENGINE_AUTO && r.kernel->engine != force.engine) continue;
+    if (!force.admits(*r.kernel)) continue;
     text += words(separator, r.kernel->name, " (", r.reason, ")");
     separator = ", ";
     ++named;

@@ -131,6 +131,26 @@ TEST(Plan, ForcedByTheEnvironment) {
   }
 }
 
+TEST(Plan, AForwardKernelForcesTheBackwardBesideIt) {
+  const auto b = backward();
+  for (const Kernel& k : kernel_table()) {
+    if (k.pass != Pass::kForward || k.engine == FFPA_ENGINE_CUDA) continue;
+    b->p.forward.kernel = k.name;
+    const std::string name = k.name, arch = name.substr(0, name.find('_') + 1);
+    ffpa_plan plan;
+    const ffpa_status status = ffpa_backward_plan(&b->p, &plan);
+    if (status == FFPA_OK) {
+      EXPECT_EQ(kernel_name(plan).find(arch + "bwd_"), 0u) << kernel_name(plan);
+    } else {
+      EXPECT_EQ(status, FFPA_NOT_SUPPORTED);
+      EXPECT_EQ(std::string(ffpa_last_error())
+                    .find("no backward kernel beside kernel \"" + name + "\" takes this problem: " + arch + "bwd_"),
+                0u)
+          << ffpa_last_error();
+    }
+  }
+}
+
 TEST(Explain, AnInvalidProblemByItsError) {
   const auto f = dense();
   f->p.k.extent[3] = 2;

@@ -382,8 +382,6 @@ TEST(Validation, Backward) {
                  p.forward.v = p.dv = m.tensor(FFPA_FP32, {4, 2, 3, 6});
                  p.forward.block_table = m.int32s(2, 1, {0, 1})),
        "block_table: must be absent in the backward, which takes no paged k and v", FFPA_NOT_SUPPORTED},
-      {BEND_BACK(p.forward.kernel = "ref_fwd_loops"),
-       "kernel: must name a backward kernel, but \"ref_fwd_loops\" is a forward kernel"},
   };
   for (const BackwardCase& c : cases) {
     SCOPED_TRACE(c.text);

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import ffpa
-from ffpa import _math, _ops
+from ffpa import _math, _native, _ops
 
 sdpa = ffpa.scaled_dot_product_attention
 
@@ -304,20 +304,33 @@ def test_deterministic_repeats_bits() -> None:
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
-def test_forced_forward_kernel_forces_its_sibling(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    real = _ops.backward
-    monkeypatch.setattr(_ops, "backward", lambda *a: seen.append(a[-1]) or real(*a))
-    q = randn(1, 1, 3, 4).requires_grad_()
-    ffpa.attention(q, q, q, kernel="ref_fwd_loops").sum().backward()
-    assert seen == ["ref_bwd_loops"]
+@pytest.mark.parametrize("kernel", [k for k in _native.kernels() if k.pass_ == "forward"])
+def test_a_forced_forward_kernel_brings_its_backward_or_is_refused_at_once(kernel: _native.KernelInfo) -> None:
+    """Never a forward whose backward then fails."""
+    q = randn(1, 1, 3, 8).to(torch.bfloat16).requires_grad_()
+    arch = kernel.name.partition("_")[0]
+    found = ffpa.explain(q, q, q, backward=True, kernel=kernel.name)
+    if found.error is None:
+        assert found.kernel is not None and found.kernel.startswith(f"{arch}_bwd_")
+        ffpa.attention(q, q, q, kernel=kernel.name).sum().backward()
+        assert q.grad is not None and q.grad.isfinite().all()
+    else:
+        with pytest.raises(NotImplementedError, match=kernel.name):
+            ffpa.attention(q, q, q, kernel=kernel.name)
 
 
-def test_paged_gradients_are_refused() -> None:
-    q, pages = randn(1, 2, 3, 8).requires_grad_(), randn(4, 2, 2, 8)
-    o = ffpa.attention(q, pages, pages, block_table=torch.tensor([[3, 1]], dtype=torch.int32))
-    with pytest.raises(NotImplementedError, match="block_table"):
-        o.sum().backward()
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_that_cannot_follow_are_refused_before_the_forward(name: str, compiled: bool) -> None:
+    x = dict(q=randn(1, 2, 3, 8), k=randn(4, 2, 2, 8), v=randn(4, 2, 2, 8), bias=randn(1, 2, 3, 4), sinks=randn(2))
+    x["block_table"] = torch.tensor([[3, 1]], dtype=torch.int32)
+    call = torch.compile(ffpa.attention, fullgraph=True, backend="aot_eager") if compiled else ffpa.attention
+    ffpa.attention(**x)
+    x[name].requires_grad_()
+    with pytest.raises(RuntimeError, match=r"gradients are required.*block_table.*no_grad"):
+        call(**x)
+    with torch.no_grad():
+        ffpa.attention(**x)
 
 
 def test_paged_formula() -> None:
