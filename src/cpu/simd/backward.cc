@@ -25,11 +25,7 @@
 namespace ffpa::simd::FFPA_SIMD_TARGET {
 namespace {
 
-TileShape tile_shape(const Problem& p) {
-  const int64_t d = most(p.d_qk, p.d_v), packed_rows = most(p.n_q * p.group, 1);
-  const int64_t rows = 128, keys = d <= 256 ? 128 : 64;
-  return {least(rows, round_up(packed_rows, kPanel)), least(keys, round_up(most(p.n_kv, 1), 32))};
-}
+TileShape tile_shape(const Problem& p) { return {tile_rows(p, 64), least(64, round_up(most(p.n_kv, 1), 32))}; }
 
 struct Wanted {
   bool dq, dk, dv, dbias, dsinks, ds;  // ds: any that needs it

@@ -20,10 +20,16 @@
 namespace ffpa::simd::FFPA_SIMD_TARGET {
 namespace {
 
+constexpr int64_t kKeysOfSplit = 1024;  // at least
+
 TileShape tile_shape(const Problem& p) {
-  const int64_t d = most(p.d_qk, p.d_v), packed_rows = most(p.n_q * p.group, 1);
-  const int64_t rows = d <= 256 ? 256 : 128, keys = d <= 256 ? 256 : 128;
-  return {least(rows, round_up(packed_rows, kPanel)), least(keys, round_up(most(p.n_kv, 1), 32))};
+#if defined(FFPA_SIMD_AMX)
+  constexpr int64_t kKeys = kMostKeys;  // what a product adds to O goes through memory: few, long ones
+#else
+  constexpr int64_t kKeys = 128;  // +4 % over 256 on AVX-512, most of it under causality
+#endif
+  const bool splits = p.n_q * p.group <= kMostRows && p.n_kv >= 2 * kKeysOfSplit;  // give processors work instead
+  return {tile_rows(p, splits ? kMostRows : 64), least(kKeys, round_up(most(p.n_kv, 1), 32))};
 }
 
 // What one thread works on.
@@ -279,7 +285,7 @@ std::string plan_forward(const Problem& p, Choice* choice) {
   int64_t splits = f.num_splits;
   if (splits ==
       0) {  // enough to give every thread work; batch-invariant: by the cache's size alone, not by the other sequences
-    const int64_t useful = most(p.n_kv / 1024, 1);
+    const int64_t useful = most(p.n_kv / kKeysOfSplit, 1);
     const bool alone = p.packed_q() || p.packed_kv() || p.paged();  // then n_q and n_kv are other sequences', too
     if (p.n_q * p.group > tile.rows)
       splits = 1;

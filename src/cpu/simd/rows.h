@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/philox.h"
+#include "cpu/features.h"
 #include "cpu/simd/tile.h"
 
 namespace ffpa::simd::FFPA_SIMD_TARGET {
@@ -25,6 +26,19 @@ struct Arena {
 struct TileShape {
   int64_t rows = 0, keys = 0;  // of a tile; rows a multiple of kPanel, keys even
 };
+
+constexpr int64_t kMostRows = 256;  // of a tile
+
+// Rows of a tile: as many as pays, since K and V are read and packed once for all of them; fewer, down to `fewest`, where processors
+// would be left without work. Neither num_threads nor, if batch_invariant, other sequences have a say: where a tile begins can
+// change bits.
+inline int64_t tile_rows(const Problem& p, int64_t fewest) {
+  const int64_t packed_rows = most(p.n_q * p.group, 1);
+  const auto items = [&](int64_t rows) { return p.n_seqs * p.h_kv * ((packed_rows + rows - 1) / rows); };
+  int64_t rows = kMostRows;
+  while (rows > fewest && !p.fwd().batch_invariant && items(rows) < 2 * features().processors) rows /= 2;
+  return least(rows, round_up(packed_rows, kPanel));
+}
 
 // Which parts of the contract a problem uses, and the work they share per tile.
 struct Options {
