@@ -198,8 +198,10 @@ FFPA_API ffpa_status ffpa_backward_plan(const ffpa_backward_problem* problem, ff
 /* Run a plan on the same problem; tensors may point elsewhere so long as extents, strides, dtypes, options and alignment to
  * 16 bytes are those that were planned (checked; FFPA_INVALID_ARGUMENT otherwise). Lengths, tables and the dropout seed may
  * change. `workspace`: at least plan->workspace_bytes, 256-byte aligned, on the problem's device, contents do not matter; NULL if
- * 0 bytes. `stream`: a cudaStream_t, NULL on the CPU. Does not allocate device memory, synchronise or print. On the CPU the work
- * is done on return. */
+ * 0 bytes. On the CPU `stream` is NULL and the work is done on return. On a GPU the work is put on `stream`, a cudaStream_t of
+ * the tensors' device (NULL: that device's default stream), in the stream's order; workspace and tensors must live until it
+ * is done. The thread's current device does not matter and is the same afterwards. Does not allocate device memory,
+ * synchronise or print. */
 FFPA_API ffpa_status ffpa_forward_run(const ffpa_forward_problem* problem, const ffpa_plan* plan, void* workspace,
                                       size_t workspace_bytes, void* stream);
 FFPA_API ffpa_status ffpa_backward_run(const ffpa_backward_problem* problem, const ffpa_plan* plan, void* workspace,

@@ -104,6 +104,8 @@ ffpa_status run_pass(const Caller* caller, const ffpa_plan* plan, void* workspac
       return {FFPA_WORKSPACE, words("workspace: must be aligned to 256 bytes, but is off by ",
                                     reinterpret_cast<uintptr_t>(workspace) % 256)};
     if (writes_nothing(problem)) return ok();  // not left to loops over 2^31 empty heads
+    const CurrentDevice current(problem.fwd().q);
+    if (current.status().code != FFPA_OK) return current.status();
     const Choice choice{plan->workspace_bytes, plan->num_splits, plan->num_threads};
     return kernel_table()[plan->kernel].run(problem, choice, workspace, stream);
   });

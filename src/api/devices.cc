@@ -49,10 +49,16 @@ int cuda_device_count() {
   return 0;
 }
 
+Status cuda_status(const char* call, cudaError_t error) {
+  if (error == cudaSuccess) return {};
+  cudaGetLastError();  // worded here: not an error of a later call
+  return {FFPA_DEVICE_ERROR, std::string(call) + ": " + cudaGetErrorString(error)};
+}
+
 Status cuda_device_at(int index, ffpa_device_info* info) {
   cudaDeviceProp device;
-  if (const cudaError_t e = cudaGetDeviceProperties(&device, index); e != cudaSuccess)
-    return {FFPA_DEVICE_ERROR, std::string("cudaGetDeviceProperties: ") + cudaGetErrorString(e)};
+  if (Status s = cuda_status("cudaGetDeviceProperties", cudaGetDeviceProperties(&device, index)); s.code != FFPA_OK)
+    return s;
   copy_text(device.name, info->name);
   copy_text("sm_" + std::to_string(device.major) + std::to_string(device.minor), info->features);
   info->processors = device.multiProcessorCount;
@@ -60,9 +66,21 @@ Status cuda_device_at(int index, ffpa_device_info* info) {
   info->memory_bytes = static_cast<int64_t>(device.totalGlobalMem);
   return {};
 }
+// Leaves the device that was current before in *previous, if it was another.
+Status make_current(int device, int* previous) {
+  int current = 0;
+  if (Status s = cuda_status("cudaGetDevice", cudaGetDevice(&current)); s.code != FFPA_OK || current == device)
+    return s;
+  Status s = cuda_status("cudaSetDevice", cudaSetDevice(device));
+  if (s.code == FFPA_OK) *previous = current;
+  return s;
+}
+void restore(int previous) { cudaSetDevice(previous); }
 #else
 int cuda_device_count() { return 0; }
 Status cuda_device_at(int, ffpa_device_info*) { return {FFPA_INTERNAL, "device_at: this build has no CUDA"}; }
+Status make_current(int, int*) { return {FFPA_INTERNAL, "make_current: this build has no CUDA"}; }
+void restore(int) {}
 #endif
 
 }  // namespace
@@ -77,6 +95,14 @@ Status device_at(int type, int index, ffpa_device_info* info) {
   info->shared_memory_bytes = 0;
   info->memory_bytes = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
   return {};
+}
+
+CurrentDevice::CurrentDevice(const ffpa_tensor& on) {
+  if (on.device_type == FFPA_CUDA) status_ = make_current(on.device_index, &previous_);
+}
+
+CurrentDevice::~CurrentDevice() {
+  if (previous_ >= 0) restore(previous_);
 }
 
 }  // namespace ffpa

@@ -45,8 +45,9 @@ bool is_hopper(int device) {
   int8_t k = known[device].load(std::memory_order_relaxed);
   if (k == 0) {
     int major = 0, minor = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess)
+      cudaGetLastError();  // no such device: not an error of a later launch
     k = major == 9 && minor == 0 ? 1 : -1;
     known[device].store(k, std::memory_order_relaxed);
   }
