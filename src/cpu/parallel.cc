@@ -19,13 +19,10 @@ namespace ffpa {
 #if defined(_OPENMP)
 namespace {
 
-std::atomic<bool> pool_used{false}, pool_lost{false};
-
-// Whether OpenMP's pool may be used. A fork copies only the calling thread: a child that waits for the others would wait forever.
-bool pool_usable() {
-  static const bool watched = pthread_atfork(nullptr, nullptr, [] { pool_lost = pool_used.load(); }) == 0;
-  return watched && !pool_lost;
-}
+// A fork copies only the calling thread, so OpenMP's pool is lost in every child of a process that used OpenMP, whoever used it: a
+// child that waited for its threads would wait forever. Watched from load on, since the fork may come before our first use.
+std::atomic<bool> forked{false};
+const bool forks_watched = pthread_atfork(nullptr, nullptr, [] { forked = true; }) == 0;
 
 }  // namespace
 #endif
@@ -43,8 +40,7 @@ void run_parallel(int threads, int64_t items, void* context, void (*work)(void*,
     for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) work(context, item, thread);
   };
 #if defined(_OPENMP)
-  if (pool_usable()) {
-    pool_used = true;
+  if (forks_watched && !forked) {
 #pragma omp parallel num_threads(threads)
     drain(omp_get_thread_num());
     return;

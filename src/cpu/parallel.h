@@ -6,7 +6,7 @@
 namespace ffpa {
 
 // Calls work(context, item, thread) for every item in [0, items), in any order, on at most `threads` threads numbered from 0; returns
-// when all are done. OpenMP's pool does it; in a process forked after the pool's first use, where its threads are gone, threads of
+// when all are done. OpenMP's pool does it; in a process forked since this library was loaded, where the pool may be gone, threads of
 // this call alone. `work` must not throw.
 void run_parallel(int threads, int64_t items, void* context, void (*work)(void* context, int64_t item, int thread));
 
