@@ -3,6 +3,7 @@
 # A kernel joins by its line in one of these two lists. While both are empty no CUDA compiler is looked for.
 set(ffpa_cuda_portable_sources  # src/kernels/sm80 and src/kernels/any: built for FFPA_CUDA_ARCHS
   src/kernels/any/bwd_delta.cu
+  src/kernels/any/host.cu
 )
 set(ffpa_cuda_sm90_sources      # src/kernels/sm90: built for 90a
   src/kernels/sm90/bwd_host.cu

@@ -7,7 +7,7 @@ namespace ffpa::attn {
 
 // In the backward the tensor maps of q and dout are made like those of k and v: coordinates by `row_coordinates` with q_ragged, so that
 // rows past a sequence's end arrive as zeros. Each kernel is given maps with its own boxes.
-struct BackwardParams : AttentionParams {
+struct BackwardParams : TmaParams {
   CUtensorMap dout;  // [B | 1, H_q, N_q | T_q, D_v]
   int dout_head_step = 1, dout_batch_step = 1;
   bool q_ragged = false;                      // packed q: rows of a sequence end within the tensor

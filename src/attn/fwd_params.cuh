@@ -1,4 +1,4 @@
-// What the Hopper kernels are launched with: what both passes share, and the forward's outputs. SPDX-License-Identifier: Apache-2.0
+// What kernels are launched with: what both passes share, what the copy engine needs, and the forward's outputs. SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cuda.h>
@@ -49,21 +49,13 @@ struct RowValues {
   }
 };
 
-// What every kernel of either pass reads.
+// What every kernel of either pass reads, beside q, k and v themselves.
 struct AttentionParams {
-  // q [B | 1, H_q, N_q | T_q, D_qk] as (column, row, head, batch); k and v as KvCoordinates says. Boxes of 64 columns; columns past D
-  // arrive as zeros.
-  CUtensorMap q, k, v;
-
   int n_seqs = 0, h_q = 0, group = 1;
   int n_q = 0, n_kv = 0;  // rows of a dense sequence; T_q, T_kv when packed
   int d_qk = 0, d_v = 0;
-  int n_tiles = 0;                         // dense: tiles in all
-  bool ragged = false;                     // sequences have lengths of their own, see KvCoordinates
-  int kv_rows = 0;                         // rows of k and v in memory
-  int k_batch_rows = 0, v_batch_rows = 0;  // ragged: rows from one batch to the next
-  // 0 where the tensor repeats
-  int q_head_step = 1, k_head_step = 1, v_head_step = 1, q_batch_step = 1, k_batch_step = 1, v_batch_step = 1;
+  int n_tiles = 0;  // dense: tiles in all
+  int kv_rows = 0;  // rows of k and v in memory; paged: of one sequence
 
   const int* cu_seqlens_q = nullptr;   // [B + 1] or null
   const int* cu_seqlens_kv = nullptr;  // [B + 1] or null
@@ -93,7 +85,18 @@ struct AttentionParams {
   float keep_scale = 1.f;
 };
 
-struct ForwardParams : AttentionParams {
+// The same with tensor maps, for kernels that leave copies to the copy engine.
+struct TmaParams : AttentionParams {
+  // q [B | 1, H_q, N_q | T_q, D_qk] as (column, row, head, batch); k and v as KvCoordinates says. Boxes of 64 columns; columns past D
+  // arrive as zeros.
+  CUtensorMap q, k, v;
+  bool ragged = false;                     // sequences have lengths of their own, see KvCoordinates
+  int k_batch_rows = 0, v_batch_rows = 0;  // ragged: rows from one batch to the next
+  // 0 where the tensor repeats
+  int q_head_step = 1, k_head_step = 1, v_head_step = 1, q_batch_step = 1, k_batch_step = 1, v_batch_step = 1;
+};
+
+struct ForwardParams : TmaParams {
   RowsOut o;      // width D_v
   RowValues lse;  // may be absent
 };

@@ -33,7 +33,7 @@ __device__ __forceinline__ RowCoordinates row_coordinates(bool ragged, int batch
   return {0, batch * batch_step, 0, head * head_step};
 }
 using KvCoordinates = RowCoordinates;
-__device__ __forceinline__ KvCoordinates kv_coordinates(const AttentionParams& p, int batch, int first_row, int n_kv,
+__device__ __forceinline__ KvCoordinates kv_coordinates(const TmaParams& p, int batch, int first_row, int n_kv,
                                                         int kv_head, int batch_rows, int batch_step, int head_step) {
   return row_coordinates(p.ragged, batch, first_row, n_kv, kv_head, batch_rows, batch_step, head_step);
 }

@@ -36,7 +36,7 @@ Problem with_readable_dout(const Problem& p, void* workspace) {
 }
 
 void fill_backward_params(const Problem& p, void* workspace, attn::BackwardParams* b) {
-  fill_attention_params(p, b);
+  fill_tma_params(p, b);
   const ffpa_tensor &q = p.fwd().q, &dout = p.args.dout;
   b->q_ragged = ragged_q(p);
   b->q_batch_rows = map_batch_rows(q);
