@@ -13,6 +13,7 @@ strip --strip-unneeded .gpu/bin/* .gpu/lib/*
 cp -r python .gpu/python
 cp -r tests/python .gpu/tests/python
 cp pyproject.toml .gpu/
+git describe --always --dirty --exclude='*' --abbrev=12 > .gpu/COMMIT
 find .gpu -name __pycache__ -prune -exec rm -rf {} +
 cat > .gpu/run.sh <<'RUN'
 #!/bin/bash
@@ -20,6 +21,8 @@ cat > .gpu/run.sh <<'RUN'
 set -uo pipefail
 cd "$(dirname "$0")"
 export PYTHONPATH=$PWD/python FFPA_LIBRARY_PATH=$PWD/lib
+FFPA_COMMIT=$(cat COMMIT)
+export FFPA_COMMIT
 failed=0
 for program in bin/*_tests; do "$program" --gtest_brief=1 || failed=1; done
 python3 -m pytest tests/python "$@" || failed=1

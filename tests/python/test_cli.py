@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import struct
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import ffpa
 from ffpa import _native
 from ffpa.cli import check, machine, measure, peers, results
 from ffpa.cli.app import app
-from ffpa.cli.cases import SETS, Case, bytes_touched, flops, visible_pairs
+from ffpa.cli.cases import OPTIONS, SETS, Case, bytes_touched, flops, sweep, visible_pairs
 
 TINY = ["bench", "--rows", "48", "--dim", "64", "--heads", "2", "--rounds", "3", "--seconds", "0.01"]
 
@@ -45,9 +46,11 @@ def test_flops_equal_torchs_own_count() -> None:
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
     case = Case(2, 3, 3, 17, 29, 40, 40)
-    q, k, v, dout = (t.shape for t in peers.prepare(case, "cpu"))
+    x = peers.prepare(case, "cpu")
+    q, k, v, dout = (t.shape for t in (x.q, x.k, x.v, x.dout))
     forward, backward = sdpa_flop_count(q, k, v), sdpa_backward_flop_count(dout, q, k, v)
     assert flops(case) == forward
+    assert flops(replace(case, work="bwd")) == backward
     assert flops(replace(case, work="fwdbwd")) == forward + backward
 
 
@@ -60,7 +63,8 @@ def test_flops_of_unequal_widths() -> None:
 
 def test_bytes_count_each_tensor_once() -> None:
     case = Case(8, 8, 2, 1, 16384, 512, 256, "bf16")
-    assert bytes_touched(case) == sum(t.numel() * t.element_size() for t in peers.prepare(case, "cpu"))
+    x = peers.prepare(case, "cpu")
+    assert bytes_touched(case) == sum(t.numel() * t.element_size() for t in (x.q, x.k, x.v, x.dout))
 
 
 def test_the_cpu_set_is_the_documented_list() -> None:
@@ -82,7 +86,8 @@ def test_the_cpu_set_is_the_documented_list() -> None:
         ({"h_q": 4, "h_kv": 3}, "h_q must be a multiple of h_kv, 3, but is 4"),
         ({"d_qk": 0}, "d_qk must be at least 1, but is 0"),
         ({"dtype": "int8"}, "dtype must be one of fp32, bf16, fp16, but is int8"),
-        ({"work": "bwd"}, "pass must be one of fwd, fwdbwd, but is bwd"),
+        ({"work": "dq"}, "pass must be one of fwd, bwd, fwdbwd, but is dq"),
+        ({"option": "sinks"}, "option must be one of none, softcap, bias, bias-fp32, mask, alibi, dropout"),
     ],
 )
 def test_a_case_refuses_what_it_cannot_be(change: dict[str, object], words: str) -> None:
@@ -133,10 +138,10 @@ def test_time_host_counts_calls() -> None:
 
 def test_every_installed_cpu_peer_computes_the_same() -> None:
     case = Case(2, 4, 2, 20, 33, 48, 48, "fp32", causal=True)
-    q, k, v, dout = peers.prepare(case, "cpu")
-    expected, _ = check.plain_attention(q.double(), k.double(), v.double(), causal=True)
+    inputs = peers.prepare(case, "cpu")
+    expected, _ = check.plain_attention(*(t.double() for t in (inputs.q, inputs.k, inputs.v)), causal=True)
     for name in ("ffpa", "sdpa", "sdpa-math", "sdpa-flash"):
-        got = peers.as_call(peers.BY_NAME[name], case, q, k, v, dout)()
+        got = peers.as_call(peers.BY_NAME[name], case, inputs)()
         torch.testing.assert_close(got, expected.float(), msg=name)
 
 
@@ -234,6 +239,48 @@ def test_bench_writes_table_json_and_picture(tmp_path: Path, short_turns: None) 
     assert width > 1000 and height > 500
 
 
+def test_gemm_column_and_curves(tmp_path: Path, short_turns: None) -> None:
+    figures, picture = tmp_path / "bench.json", tmp_path / "curves.png"
+    result = run(
+        "bench", "--rows", "16,24,32", "--dim", "8,16,64", "--heads", "2", "--dtype", "fp32", "--pass", "fwd,bwd",
+        "--rounds", "3", "--seconds", "0.01", "--gemm", "128", "--json", str(figures), "--curves", str(picture),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "of GEMM" in result.output and "GEMM 128^3 in the same rounds" in result.output
+    for case in json.loads(figures.read_text())["cases"]:
+        assert case["gemm_n"] == 128 and len(case["gemm_seconds"]) == 3
+        shares = [
+            case["flops"] / ours / (2 * 128**3 / product)
+            for ours, product in zip(case["seconds"]["ffpa"], case["gemm_seconds"], strict=True)
+        ]
+        assert case["share_of_gemm"] == pytest.approx(statistics.median(shares))
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_sweeps_are_found_among_other_cases() -> None:
+    by_d, by_n, apart = (SETS[name][1]() for name in ("over-d", "over-n", "apart"))
+    assert sweep([*by_d, *by_n, *apart], "D")[: len(by_d)] == by_d
+    assert set(sweep([*by_d, *by_n, *apart], "N")) >= set(by_n)
+    assert sweep(by_d[:4], "D") == [] and sweep(by_n[:4], "N") == []  # two values
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("work", ["fwd", "bwd", "fwdbwd"])
+def test_ours_and_torchs_calls_agree(option: str, work: str) -> None:
+    """Both run the same problem, or torch's is refused by name; with dropout the draws differ."""
+    case = Case(2, 4, 2, 20, 28, 16, 16, "fp32", causal=option not in ("bias", "bias-fp32", "mask"), work=work)
+    case = replace(case, option=option)
+    inputs = peers.prepare(case, "cpu")
+    ours = peers.as_call(peers.OURS, case, inputs)()
+    theirs = peers.as_call(peers.BY_NAME["sdpa-math"], case, inputs)
+    if option in ("softcap", "alibi"):
+        with pytest.raises(NotImplementedError, match=option):
+            theirs()
+    elif option != "dropout":
+        torch.testing.assert_close(ours, theirs(), atol=1e-5, rtol=1e-5)
+    assert set(peers.kernels_of(case, inputs).split(" + ")) <= {k.name for k in _native.kernels()}
+
+
 def test_bench_lists_sets_and_rivals() -> None:
     output = run("bench", "--list").output
     assert all(name in output for name in [*SETS, *(peer.name for peer in peers.PEERS)])
@@ -248,10 +295,16 @@ def test_bench_lists_sets_and_rivals() -> None:
         (["bench", "--rows", "0"], "--rows: must be at least 1, but is 0"),
         (["bench", "--heads", "4", "--kv-heads", "3"], "h_q must be a multiple of h_kv, 3, but is 4"),
         (["bench", "--dim", "64", "--dtype", "fp8"], "--dtype: must be among fp32, bf16, fp16, but is 'fp8'"),
-        (["bench", "--dim", "64", "--pass", "bwd"], "--pass: must be among fwd, fwdbwd"),
+        (["bench", "--dim", "64", "--pass", "dq"], "--pass: must be among fwd, bwd, fwdbwd"),
         (["bench", "--peers", "cudnn"], "--peers: must be among"),
         (["bench", "--peers", "flash-attn"], "--peers: flash-attn is not installed here"),
         (["bench", "--device", "tpu"], "--device: must be among cpu, cuda"),
+        (["bench", "--dim", "64", "--option", "sinks"], "--option: must be among none, softcap"),
+        (["bench", "--dim", "64", "--gemm", "-1"], "--gemm: must be at least 0 (none), but is -1"),
+        (
+            ["bench", "--dim", "64,128", "--curves", "x.png"],
+            "--curves: the shapes must hold three values of D, or of N",
+        ),
         (["bench", "--rounds", "0"], "--rounds: must be at least 1, but is 0"),
         (["bench", "--threads", "-1"], "--threads: must be at least 0, but is -1"),
         (["bench", "--json", "/no/such/folder/x.json"], "--json: its folder /no/such/folder does not exist"),

@@ -21,6 +21,7 @@ from ffpa.cli import flags, machine
 
 if TYPE_CHECKING:
     from ffpa.cli.cases import Case
+    from ffpa.cli.results import Row
 
 app = typer.Typer(
     help="Exact attention for head dims from 1 to 1024: what this machine runs, whether it is right, how fast it is.",
@@ -151,6 +152,7 @@ def check(
 
 # ---------------------------------------------------------------------------------------------------------------- bench
 
+GEMM = "GEMM"  # its name among the calls of a round
 Sizes = Annotated[str | None, typer.Option(help="One number, or several separated by commas.")]
 
 
@@ -168,7 +170,13 @@ def bench(
     v_dim: Annotated[str | None, typer.Option(help="D_v; default D_qk.")] = None,
     dtype: Annotated[str, typer.Option(help="Among fp32, bf16, fp16.")] = "bf16",
     mask: Annotated[str, typer.Option(help="Among full, causal.")] = "full",
-    work: Annotated[str, typer.Option("--pass", help="Among fwd, fwdbwd (forward and backward).")] = "fwd",
+    work: Annotated[
+        str, typer.Option("--pass", help="Among fwd, bwd (the backward alone), fwdbwd (both together).")
+    ] = "fwd",
+    option: Annotated[
+        str,
+        typer.Option(help="Among none, softcap, bias, bias-fp32, mask, alibi, dropout, negative-scale."),
+    ] = "none",
     peers: Annotated[
         str, typer.Option(help="Rivals, the first is the baseline of the plot; 'all': those installed; 'none'.")
     ] = "sdpa",
@@ -176,8 +184,15 @@ def bench(
     threads: Annotated[int, typer.Option(help="CPU threads of every implementation; 0 = torch's default.")] = 0,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds a case.")] = 15,
     seconds: Annotated[float, typer.Option(help="A case ends after 3 rounds once these are over.")] = 5.0,
+    gemm: Annotated[
+        int | None,
+        typer.Option(help="Rows of a square product in the same rounds, for a column of ratios; default 8192 on cuda."),
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Write a picture (PNG) to this file.")] = None,
+    curves_path: Annotated[
+        Path | None, typer.Option("--curves", help="Write curves over D and over N (PNG) to this file.")
+    ] = None,
     list_sets: Annotated[bool, typer.Option("--list", help="List named shapes and rivals, then stop.")] = False,
 ) -> None:
     """Measure against what is installed: interleaved rounds, medians, ratios.
@@ -188,7 +203,8 @@ def bench(
     import torch
 
     from ffpa.cli import peers as peer_table
-    from ffpa.cli.cases import SETS
+    from ffpa.cli import results
+    from ffpa.cli.cases import AXES, SETS, sweep
 
     if list_sets:
         _list_bench()
@@ -212,13 +228,17 @@ def bench(
     if set_names is not None or not given:
         cases = [case for name in flags.names(set_names or "quick", "--set", list(SETS)) for case in SETS[name][1]()]
     else:
-        cases = _grid_from_flags(by_flags, dtype, mask, work)
-    for path, flag in ((json_path, "--json"), (plot_path, "--plot")):
+        cases = _grid_from_flags(by_flags, dtype, mask, work, option)
+    for path, flag in ((json_path, "--json"), (plot_path, "--plot"), (curves_path, "--curves")):
         if path is not None and not path.absolute().parent.is_dir():
             raise _refuse(f"{flag}: its folder {path.absolute().parent} does not exist")
+    if curves_path is not None and not any(sweep(cases, axis) for axis in AXES):
+        raise _refuse("--curves: the shapes must hold three values of D, or of N, and be alike in the rest")
     flags.one(device, "--device", ("cpu", "cuda"))
     if device == "cuda" and not torch.cuda.is_available():
         raise _refuse("--device: is cuda, but torch finds no GPU here")
+    if gemm is not None and gemm < 0:
+        raise _refuse(f"--gemm: must be at least 0 (none), but is {gemm}")
     if peers == "all":
         chosen = [peer.name for peer in peer_table.PEERS if peer.installed]
     elif peers == "none":
@@ -230,13 +250,26 @@ def bench(
                 raise _refuse(f"--peers: {name} is not installed here")
     if threads:
         torch.set_num_threads(threads)
-    _run_bench(cases, chosen, device, rounds, seconds, json_path, plot_path)
+    gemm_n = gemm if gemm is not None else 8192 if device == "cuda" else 0
+    measured, host = _run_bench(cases, chosen, device, rounds, seconds, gemm_n)
+    _show_bench(measured, chosen, host)
+    if json_path is not None:
+        json_path.write_text(json.dumps(results.record(measured, chosen, host), indent=1) + "\n")
+    if plot_path is not None or curves_path is not None:
+        from ffpa.cli import plot
+
+        if plot_path is not None:
+            plot.save(measured, chosen, host, plot_path)
+        if curves_path is not None:
+            plot.save_curves(measured, chosen, host, curves_path)
+    if any(row.timings["ffpa"].refused for row in measured):
+        raise typer.Exit(1)
 
 
-def _grid_from_flags(values: dict[str, str | None], dtype: str, mask: str, work: str) -> list[Case]:
+def _grid_from_flags(values: dict[str, str | None], dtype: str, mask: str, work: str, option: str) -> list[Case]:
     import itertools
 
-    from ffpa.cli.cases import DTYPES, PASSES, Case
+    from ffpa.cli.cases import DTYPES, OPTIONS, PASSES, Case
 
     defaults = {"--batch": "1", "--heads": "4", "--rows": "2048", "--dim": "512"}
     lists = {flag: flags.numbers(text, flag) for flag in values if (text := values[flag] or defaults.get(flag))}
@@ -245,13 +278,17 @@ def _grid_from_flags(values: dict[str, str | None], dtype: str, mask: str, work:
         for h_kv, n_kv, d_v in itertools.product(
             lists.get("--kv-heads", [h]), lists.get("--kv-rows", [n]), lists.get("--v-dim", [d])
         ):
-            for w in flags.names(work, "--pass", PASSES):
-                for t in flags.names(dtype, "--dtype", DTYPES):
-                    for m in flags.names(mask, "--mask", ("full", "causal")):
-                        try:
-                            cases.append(Case(b, h, h_kv, n, n_kv, d, d_v, t, m == "causal", w))
-                        except ValueError as error:
-                            raise _refuse(str(error)) from None
+            choices = itertools.product(
+                flags.names(work, "--pass", PASSES),
+                flags.names(dtype, "--dtype", DTYPES),
+                flags.names(mask, "--mask", ("full", "causal")),
+                flags.names(option, "--option", OPTIONS),
+            )
+            for w, t, m, x in choices:
+                try:
+                    cases.append(Case(b, h, h_kv, n, n_kv, d, d_v, t, m == "causal", w, x))
+                except ValueError as error:
+                    raise _refuse(str(error)) from None
     return cases
 
 
@@ -270,37 +307,48 @@ def _list_bench() -> None:
 
 
 def _run_bench(
-    cases: list[Case],
-    chosen: list[str],
-    device: str,
-    rounds: int,
-    seconds: float,
-    json_path: Path | None,
-    plot_path: Path | None,
-) -> None:
+    cases: list[Case], chosen: list[str], device: str, rounds: int, seconds: float, gemm_n: int
+) -> tuple[list[Row], dict[str, object]]:
     import torch
 
     from ffpa.cli import results
     from ffpa.cli.measure import measure
-    from ffpa.cli.peers import BY_NAME, as_call, kernels_of, prepare
+    from ffpa.cli.peers import BY_NAME, as_call, gemm, kernels_of, prepare
 
     host = machine.describe() | {"threads": torch.get_num_threads()}
     if device == "cuda":
         host["device"] = torch.cuda.get_device_name()
+        host["gpu_before"] = machine.gpu()
     measured: list[results.Row] = []
     with _progress() as progress:
         task = progress.add_task("bench", total=len(cases))
         for case in cases:
             progress.update(task, description=case.label)
-            tensors = prepare(case, device)
-            calls = {name: as_call(BY_NAME[name], case, *tensors) for name in ["ffpa", *chosen]}
+            inputs = prepare(case, device)
+            calls = {name: as_call(BY_NAME[name], case, inputs) for name in ["ffpa", *chosen]}
+            if gemm_n:
+                calls[GEMM] = gemm(gemm_n, case.dtype, device)
             timings = measure(calls, device, rounds, seconds)
-            measured.append(results.Row(case, kernels_of(case, *tensors), timings))
+            product = timings.pop(GEMM, None)
+            measured.append(results.Row(case, kernels_of(case, inputs), timings, product, gemm_n))
             progress.advance(task)
+    if device == "cuda":
+        host["gpu_after"] = machine.gpu()
+    return measured, host
+
+
+def _show_bench(measured: list[Row], chosen: list[str], host: dict[str, object]) -> None:
+    from ffpa.cli import results
+
     console.print(
         f"{host.get('device') or host['cpu']}, {host['threads']} threads, commit {host['commit']}", highlight=False
     )
     _show("medians; ± is half the distance between the quartiles", results.table(measured, chosen))
+    products = [row.gemm.median for row in measured if row.gemm is not None and not row.gemm.refused]
+    if products:
+        n = measured[0].gemm_n
+        low, high = (results.rate(2 * n**3 / seconds) for seconds in (max(products), min(products)))
+        console.print(f"GEMM {n}^3 in the same rounds: {low} to {high}FLOP/s over the cases", highlight=False)
     for peer in chosen:
         found = results.summary(measured, peer)
         if found:
@@ -314,14 +362,6 @@ def _run_bench(
                 console.print(
                     f"{row.case.label}: {name} refused: {timing.refused}", highlight=False, markup=False, style="dim"
                 )
-    if json_path is not None:
-        json_path.write_text(json.dumps(results.record(measured, chosen, host), indent=1) + "\n")
-    if plot_path is not None:
-        from ffpa.cli import plot
-
-        plot.save(measured, chosen, host, plot_path)
-    if any(row.timings["ffpa"].refused for row in measured):
-        raise typer.Exit(1)
 
 
 # -------------------------------------------------------------------------------------------------------------- explain

@@ -36,7 +36,12 @@ def package_versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that holds this package, "-dirty" if files differ; None for an installed package."""
+    """The commit of the checkout that holds this package, "-dirty" if files differ; None for an installed package.
+
+    A package that was copied out of its checkout is told by the environment: FFPA_COMMIT.
+    """
+    if told := os.environ.get("FFPA_COMMIT"):
+        return told
     here = Path(__file__).resolve().parent
     try:
         git = subprocess.run(
@@ -59,6 +64,22 @@ def commit() -> str | None:
 
 def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
+
+
+def gpu() -> dict[str, str]:
+    """What nvidia-smi says of the current GPU now: name, driver, clocks in MHz, power limit in W, degrees Celsius."""
+    import torch
+
+    query = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    identifier = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    try:
+        out = subprocess.run([*query, "-i", identifier], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {"name": torch.cuda.get_device_name()}
+    return dict(zip(_GPU_FIELDS, (field.strip() for field in out.splitlines()[0].split(",")), strict=True))
 
 
 def describe() -> dict[str, object]:

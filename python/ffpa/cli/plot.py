@@ -1,4 +1,4 @@
-"""The picture of a bench run: a bar a case and implementation, one panel a kind of work, the ratio beside ours.
+"""Pictures of a bench run: bars (one a case and implementation, a panel a kind of work), and curves over D and N.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,12 +15,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from ffpa.cli.cases import flops
+from ffpa.cli.cases import AXES, sweep, swept
 from ffpa.cli.results import Row, summary
 
 # Ours first; a colour-blind safe order (Okabe and Ito) for the peers.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
-TITLES = {"fwd": "forward", "fwdbwd": "forward and backward", "decode": "decode, one query row"}
+TITLES = {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward and backward", "decode": "decode, one query row"}
 
 
 def _kind(row: Row) -> str:
@@ -35,7 +35,7 @@ def _short_label(row: Row, shared: set[str]) -> str:
 def _panel(axes: Axes, rows: Sequence[Row], names: list[str], baseline: str) -> None:
     shared = set.intersection(*(set(row.case.label.split()) for row in rows)) if len(rows) > 1 else set()
     thickness = 0.8 / len(names)
-    rates = [[_gflops(row, name) for row in rows] for name in names]
+    rates = [[row.rate(name) / 1e9 for row in rows] for name in names]
     widest = max(max(values) for values in rates) or 1.0
     for index, (name, values) in enumerate(zip(names, rates, strict=True)):
         at = [position + (index - (len(names) - 1) / 2) * thickness for position in range(len(rows))]
@@ -58,11 +58,6 @@ def _panel(axes: Axes, rows: Sequence[Row], names: list[str], baseline: str) -> 
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _gflops(row: Row, name: str) -> float:
-    timing = row.timings[name]
-    return 0.0 if timing.refused else flops(row.case) / timing.median / 1e9
-
-
 def save(rows: list[Row], peers: list[str], machine: dict[str, object], path: Path) -> None:
     names = ["ffpa", *peers]
     kinds = [[row for row in rows if _kind(row) == kind] for kind in TITLES]
@@ -82,5 +77,64 @@ def save(rows: list[Row], peers: list[str], machine: dict[str, object], path: Pa
         x=0.01,
         ha="left",
     )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+# --------------------------------------------------------------------------------------------------------------- curves
+
+
+def _curve_panel(axes: Axes, rows: list[Row], names: list[str], axis: str) -> None:
+    places = sorted({swept(row.case, axis) for row in rows})
+    for index, name in enumerate(names):
+        for causal, style in ((False, "-"), (True, "--")):
+            points = sorted(
+                (swept(row.case, axis), row.rate(name) / 1e12)
+                for row in rows
+                if row.case.causal == causal and row.rate(name)
+            )
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    style,
+                    marker="o",
+                    markersize=4,
+                    color=COLOURS[index % len(COLOURS)],
+                    label=f"{name}, {'causal' if causal else 'full'}",
+                )
+    products = sorted(
+        (swept(row.case, axis), 2 * row.gemm_n**3 / row.gemm.median / 1e12)
+        for row in rows
+        if row.gemm is not None and not row.gemm.refused and not row.case.causal
+    )
+    if products:
+        axes.plot(*zip(*products, strict=True), ":", color="black", label=f"GEMM {rows[0].gemm_n}^3")
+    shared = set.intersection(*(set(row.case.label.split()) for row in rows))
+    axes.set_title(
+        f"{TITLES[_kind(rows[0])]} over {axis}   {' '.join(p for p in rows[0].case.label.split()[1:] if p in shared)}",
+        loc="left",
+        fontsize=11,
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places], rotation=45, fontsize=8)
+    axes.minorticks_off()
+    axes.set_xlabel("head dim" if axis == "D" else "query rows and keys", fontsize=9)
+    axes.set_ylabel("TFLOP/s, counted over visible pairs", fontsize=9)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save_curves(rows: list[Row], peers: list[str], machine: dict[str, object], path: Path) -> None:
+    """TFLOP/s over D and over N, a panel for each sweep that the cases hold."""
+    cases = [row.case for row in rows]
+    found = {axis: set(sweep(cases, axis)) for axis in AXES}
+    panels = [(axis, [row for row in rows if row.case in wanted]) for axis, wanted in found.items() if wanted]
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(7.5 * len(panels), 5), squeeze=False, layout="constrained")
+    for axes, (axis, swept_rows) in zip(all_axes[0], panels, strict=True):
+        _curve_panel(axes, swept_rows, ["ffpa", *peers], axis)
+    handles, labels = all_axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False, fontsize=9)
+    figure.suptitle(f"{machine.get('device') or machine.get('cpu')}, commit {machine.get('commit')}", x=0.01, ha="left")
     figure.savefig(path, dpi=130)
     plt.close(figure)

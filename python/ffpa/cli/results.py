@@ -18,11 +18,29 @@ from ffpa.cli.measure import Timing, half_quartiles, ratios
 
 @dataclass
 class Row:
-    """One case: a timing for each implementation, "ffpa" among them, and the name of the kernel that ran it."""
+    """One case: a timing for each implementation, "ffpa" among them, and the name of the kernel that ran it.
+
+    `gemm`: the timing of a square product of `gemm_n` rows in the same rounds, if one was asked for.
+    """
 
     case: Case
     kernel: str
     timings: dict[str, Timing]
+    gemm: Timing | None = None
+    gemm_n: int = 0
+
+    def rate(self, name: str) -> float:
+        """FLOP/s, counted over visible pairs; 0 if refused."""
+        timing = self.timings[name]
+        return 0.0 if timing.refused else flops(self.case) / timing.median
+
+    def shares_of_gemm(self) -> list[float]:
+        """Our FLOP/s over the product's, round by round; empty without one or if we were refused."""
+        ours = self.timings["ffpa"]
+        if self.gemm is None or ours.refused or self.gemm.refused:
+            return []
+        counted = flops(self.case) / (2 * self.gemm_n**3)
+        return [counted * ratio for ratio in ratios(self.gemm, ours)]
 
     def ratios_to(self, peer: str) -> list[float]:
         """How many times faster than the peer, round by round; empty if either was refused."""
@@ -60,6 +78,9 @@ def table(rows: list[Row], peers: list[str]) -> Table:
     grid.add_column("case", no_wrap=True)
     for heading in ("ffpa", "FLOP/s", "B/s"):
         grid.add_column(heading, justify="right", no_wrap=True)
+    with_gemm = any(row.gemm for row in rows)
+    if with_gemm:
+        grid.add_column("of GEMM", justify="right", no_wrap=True)
     for peer in peers:
         grid.add_column(peer, justify="right", no_wrap=True)
         grid.add_column(f"x {peer}", justify="right", no_wrap=True)
@@ -72,9 +93,12 @@ def table(rows: list[Row], peers: list[str]) -> Table:
         else:
             cells += [
                 f"{duration(ours.median)} ±{ours.spread:.0%}",
-                rate(flops(row.case) / ours.median),
+                rate(row.rate("ffpa")),
                 rate(bytes_touched(row.case) / ours.median) if row.case.work == "fwd" else "",
             ]
+        if with_gemm:
+            shares = row.shares_of_gemm()
+            cells.append(f"{statistics.median(shares):.2f} ±{half_quartiles(shares):.2f}" if shares else "")
         for peer in peers:
             theirs = row.timings[peer]
             values = row.ratios_to(peer)
@@ -94,7 +118,8 @@ def record(rows: list[Row], peers: list[str], machine: dict[str, object]) -> dic
     """All of it as plain values: seconds of every round, not only the medians."""
     return {
         "machine": machine,
-        "method": "interleaved rounds; ratio = peer's seconds / ffpa's within a round",
+        "method": "interleaved rounds; ratio = peer's seconds / ffpa's within a round; share of GEMM = FLOP/s of ffpa "
+        "over those of a product of two matrices [gemm_n, gemm_n] of the case's dtype within a round",
         "cases": [
             {
                 "label": row.case.label,
@@ -105,6 +130,7 @@ def record(rows: list[Row], peers: list[str], machine: dict[str, object]) -> dic
                 "seconds": {name: timing.seconds for name, timing in row.timings.items()},
                 "refused": {name: timing.refused for name, timing in row.timings.items() if timing.refused},
                 "ratio": {peer: statistics.median(values) for peer in peers if (values := row.ratios_to(peer))},
+                **_gemm_record(row),
             }
             for row in rows
         ],
@@ -113,4 +139,15 @@ def record(rows: list[Row], peers: list[str], machine: dict[str, object]) -> dic
             for peer in peers
             if (found := summary(rows, peer))
         },
+    }
+
+
+def _gemm_record(row: Row) -> dict[str, object]:
+    if row.gemm is None:
+        return {}
+    shares = row.shares_of_gemm()
+    return {
+        "gemm_n": row.gemm_n,
+        "gemm_seconds": row.gemm.seconds,
+        "share_of_gemm": statistics.median(shares) if shares else None,
     }
