@@ -86,7 +86,10 @@ typedef enum ffpa_device_type { FFPA_CPU = 0, FFPA_CUDA = 1 } ffpa_device_type;
 #define FFPA_MAX_RANK 4
 
 /* A strided view. An all-zero ffpa_tensor means "absent". A tensor with an extent of 0 may have a null pointer; any other
- * is aligned to its element's size. Extents are at most 2^31 - 1. All tensors of a problem lie on one device. */
+ * is aligned to its element's size. Extents are at most 2^31 - 1. All tensors of a problem lie on one device. A tensor that is
+ * written shares no byte with another tensor of the call. Interleaved views are fine (q, k, v, o side by side in one
+ * [N, 4, H, D] buffer): not spans count but elements. Sharing is refused where a bounded search finds it, always between views
+ * with the strides of one buffer; elsewhere it is the caller's duty. */
 typedef struct ffpa_tensor {
   void* data;
   int32_t dtype;        /* ffpa_dtype */
@@ -229,7 +232,8 @@ typedef struct ffpa_append_problem {
   ffpa_tensor rotary_cos,
       rotary_sin; /* fp32 or k's dtype [positions, R/2]: rotate the first R of D_qk; absent = none */
   ffpa_tensor q,
-      q_rotated; /* optional: rotate q [B, H_q, N_q, D_qk] too, row i at position seqlens_kv[b] + i, into q_rotated */
+      q_rotated; /* optional: rotate q [B, H_q, N_q, D_qk] too, row i at position seqlens_kv[b] + i, into q_rotated (q itself
+                  * or apart from it) */
   int32_t rotary_interleaved; /* 1: pairs (2i, 2i+1); 0: pairs (i, i + R/2) */
   int32_t rotary_q_fixed;     /* 1: every row of q takes position seqlens_kv[b] (flash-attn without causal or window) */
   int32_t num_threads;

@@ -2,6 +2,8 @@
 #include "api/checks.h"
 
 #include <algorithm>
+#include <array>
+#include <span>
 
 namespace ffpa {
 namespace {
@@ -49,6 +51,66 @@ void check_no_overlap(const Arg& arg) {
              list(t.extent, t.rank), " and strides ", list(t.stride, t.rank));
     reach += (t.extent[axis] - 1) * t.stride[axis];
   }
+}
+
+// Bytes that may be stepped over from 0 to `most` times.
+struct Step {
+  uint64_t bytes, most;
+};
+
+// Whether some choice of steps, largest first, covers `distance` exactly; `reach` is all of them taken. What the smaller steps reach
+// bounds how often the first is taken, so where strides nest two choices are left on each level. `budget` counts choices; when it is
+// spent the answer is no.
+bool covers(std::span<const Step> steps, uint64_t reach, uint64_t distance, int* budget) {
+  if (distance == 0 || distance > reach) return distance == 0;
+  const auto [bytes, most] = steps.front();
+  const uint64_t rest = reach - bytes * most;
+  const uint64_t fewest = distance > rest ? (distance - rest - 1) / bytes + 1 : 0;
+  for (uint64_t n = std::min(most, distance / bytes) + 1; n-- > fewest;) {
+    if (--*budget < 0) return false;
+    if (covers(steps.subspan(1), rest, distance - n * bytes, budget)) return true;
+  }
+  return false;
+}
+
+uint64_t address(const ffpa_tensor& t) { return reinterpret_cast<uintptr_t>(t.data); }
+
+// From the first byte of a tensor with elements to its last.
+uint64_t span_bytes(const ffpa_tensor& t) {
+  int64_t last = 0;
+  for (int axis = 0; axis < t.rank; ++axis) last += (t.extent[axis] - 1) * t.stride[axis];
+  return static_cast<uint64_t>((last + 1) * dtype_bytes(t.dtype) - 1);
+}
+
+// Whether two tensors with elements have a byte in common: whether steps of a forwards and of b backwards lead from a's first byte to
+// b's last. Told exactly wherever both have the strides of one buffer (views that interleave, such as q and o in [N, 4, H, D]);
+// strides that leave more than kBudget choices count as apart.
+bool share_a_byte(const ffpa_tensor& a, const ffpa_tensor& b) {
+  constexpr int kBudget = 2000;
+  const uint64_t span_a = span_bytes(a), span_b = span_bytes(b);
+  if (address(a) + span_a < address(b) || address(b) + span_b < address(a)) return false;
+  std::array<Step, 2 * FFPA_MAX_RANK + 1> steps;  // one a stride, and one over the bytes of an element
+  size_t count = 0;
+  const auto add = [&](int64_t bytes, int64_t most) {
+    if (bytes == 0 || most == 0) return;
+    const Step step{static_cast<uint64_t>(bytes), static_cast<uint64_t>(most)};
+    const auto at =
+        std::find_if(steps.begin(), steps.begin() + count, [&](const Step& s) { return s.bytes <= step.bytes; });
+    if (at != steps.begin() + count && at->bytes == step.bytes) {
+      at->most += step.most;
+      return;
+    }
+    std::move_backward(at, steps.begin() + count, steps.begin() + count + 1);
+    *at = step;
+    ++count;
+  };
+  for (const ffpa_tensor* t : {&a, &b}) {
+    const int64_t element = dtype_bytes(t->dtype);
+    add(1, element - 1);
+    for (int axis = 0; axis < t->rank; ++axis) add(t->stride[axis] * element, t->extent[axis] - 1);
+  }
+  int budget = kBudget;
+  return covers({steps.data(), count}, span_a + span_b, address(b) + span_b - address(a), &budget);
 }
 
 }  // namespace
@@ -138,10 +200,13 @@ void check_range(const char* name, int64_t value, int64_t lowest, int64_t highes
 }
 
 void check_apart(const Arg& written, const Arg& other) {
-  if (&other.t == &written.t || other.t.data != written.t.data) return;
-  if (!has_elements(written.t) || !has_elements(other.t)) return;
-  refuse(written.name, ": is written, so it must not share memory with ", other.name,
-         ", but both start at the same address");
+  if (&other.t == &written.t || !has_elements(written.t) || !has_elements(other.t)) return;
+  if (!share_a_byte(written.t, other.t)) return;
+  const uint64_t at = address(written.t), from = address(other.t);
+  const std::string rule = words(written.name, ": is written, so it must not share memory with ", other.name, ", but ");
+  if (at == from) refuse(rule, "both start at the same address");
+  refuse(rule, "starts ", at > from ? at - from : from - at, " bytes ", at > from ? "behind" : "before",
+         " its start and meets it");
 }
 
 void give_address(ffpa_tensor& t) {

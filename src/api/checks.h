@@ -63,7 +63,7 @@ void check_extent(const Arg& arg, int axis, const char* symbol, const char* whos
 void check_broadcast(const Arg& arg, int axis, const char* symbol, int64_t wanted);
 void check_flag(const char* name, int32_t value);
 void check_range(const char* name, int64_t value, int64_t lowest, int64_t highest);
-// A written tensor must not start where another one does.
+// A written tensor must not share a byte with another one, as far as that can be told cheaply (checks.cc says how far).
 void check_apart(const Arg& written, const Arg& other);
 // An empty tensor may come with a null pointer; engines add strides to pointers before they look at extents, so it gets
 // an address.

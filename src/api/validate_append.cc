@@ -151,7 +151,7 @@ void check_rotation(const AppendArgs& a, Append* p) {
 // In place is fine for q; everything else written must stand apart.
 void check_memory(const AppendArgs& a, Append* p) {
   const ffpa_tensor &q = a.q.t, &rotated = a.q_rotated.t;
-  const bool in_place = std::equal(q.stride, q.stride + FFPA_MAX_RANK, rotated.stride);
+  const bool in_place = q.data == rotated.data && std::equal(q.stride, q.stride + FFPA_MAX_RANK, rotated.stride);
   append_tensors(p->args, [&](const char* name, const ffpa_tensor& t) {
     check_apart(a.k_cache, {name, t});
     check_apart(a.v_cache, {name, t});

@@ -243,6 +243,8 @@ TEST(Append, Refusals) {
        "q_rotated: extent 2 (N_q) must equal q's, 2, but is 1"},
       {Cache::kDense, 0, [](Appending& a) { a.p.k_cache.data = a.p.k_new.data; },
        "k_cache: is written, so it must not share memory with k_new, but both start at the same address"},
+      {Cache::kDense, 8, [](Appending& a) { a.p.q_rotated.data = static_cast<float*>(a.p.q.data) + 10; },
+       "q_rotated: is written, so it must not share memory with q, but starts 40 bytes behind its start and meets it"},
       {Cache::kDense, 0, [](Appending& a) { a.p.num_threads = -2; }, "num_threads: must be from 0 to 4096, but is -2"},
   };
   for (const Case& c : cases) {

@@ -58,6 +58,15 @@ void run(const std::vector<ForwardCase>& cases) {
 
 TEST(Validation, PassesWhatIsRight) {
   run({
+      {small, BEND({  // q, k, v and o side by side in one [B, N, 4, H, D] buffer
+         const ffpa_tensor all = m.tensor(FFPA_FP32, {2, 3, 4 * 4 * 8});
+         int64_t at = 0;
+         for (ffpa_tensor* t : {&p.q, &p.k, &p.v, &p.o}) {
+           *t = {static_cast<float*>(all.data) + at, FFPA_FP32, FFPA_CPU, 0, 4, {2, 4, 3, 8}, {384, 8, 128, 1}};
+           at += 32;
+         }
+       }),
+       ""},
       {small, BEND(), ""},
       {fp16, BEND(), ""},
       {fp64, BEND(), ""},
@@ -149,6 +158,10 @@ TEST(Validation, Tensors) {
        "o: is written, so it must not share memory with q, but both start at the same address"},
       {small, BEND(p.lse.data = p.o.data),
        "o: is written, so it must not share memory with lse, but both start at the same address"},
+      {small, BEND(p.o.data = static_cast<float*>(p.q.data) + 3),
+       "o: is written, so it must not share memory with q, but starts 12 bytes behind its start and meets it"},
+      {small, BEND(p.k.data = static_cast<float*>(p.o.data) + 143),  // o's last element is k's first
+       "o: is written, so it must not share memory with k, but starts 572 bytes before its start and meets it"},
       {small, BEND(p.q.dtype = FFPA_FP8_E4M3),
        "q: dtype fp8_e4m3 is reserved for quantised inputs and not computed yet", FFPA_NOT_SUPPORTED},
       {small, BEND(p.v.dtype = FFPA_INT8), "v: dtype int8 is reserved for quantised inputs and not computed yet",
@@ -310,7 +323,7 @@ TEST(Validation, DeviceMemoryIsNotRead) {
   uintptr_t nowhere = 4096;
   for (ffpa_tensor* t : {&f->p.q, &f->p.k, &f->p.v, &f->p.o, &f->p.lse, &f->p.cu_seqlens_q, &f->p.cu_seqlens_kv}) {
     t->device_type = FFPA_CUDA;
-    t->data = reinterpret_cast<void*>(nowhere += 64);
+    t->data = reinterpret_cast<void*>(nowhere += 4096);
   }
   ffpa_plan plan;
   f->p.engine = FFPA_ENGINE_REF;
@@ -372,6 +385,8 @@ TEST(Validation, Backward) {
        "[0, 40, 8, 1]"},
       {BEND_BACK(p.dk.data = p.dq.data),
        "dq: is written, so it must not share memory with dk, but both start at the same address"},
+      {BEND_BACK(p.dk.data = static_cast<float*>(p.dv.data) + 6),
+       "dk: is written, so it must not share memory with dv, but starts 24 bytes behind its start and meets it"},
       {BEND_BACK(p.dv.data = p.dout.data),
        "dv: is written, so it must not share memory with dout, but both start at the same address"},
       {BEND_BACK(p.dbias = m.tensor(FFPA_FP32, {1, 1, 3, 5})), "dbias: must be absent when bias is"},
