@@ -9,6 +9,17 @@ set(ffpa_cuda_sm90_sources      # src/kernels/sm90: built for 90a
   src/kernels/sm90/bwd_host.cu
   src/kernels/sm90/fwd_host.cu
   src/kernels/sm90/host.cu
+  src/kernels/sm90/sm90_bwd_dkdv.cu
+  src/kernels/sm90/sm90_bwd_dkdv_bf16_128.cu
+  src/kernels/sm90/sm90_bwd_dkdv_bf16_160.cu
+  src/kernels/sm90/sm90_bwd_dkdv_bf16_192.cu
+  src/kernels/sm90/sm90_bwd_dkdv_bf16_256.cu
+  src/kernels/sm90/sm90_bwd_dkdv_bf16_64.cu
+  src/kernels/sm90/sm90_bwd_dkdv_fp16_128.cu
+  src/kernels/sm90/sm90_bwd_dkdv_fp16_160.cu
+  src/kernels/sm90/sm90_bwd_dkdv_fp16_192.cu
+  src/kernels/sm90/sm90_bwd_dkdv_fp16_256.cu
+  src/kernels/sm90/sm90_bwd_dkdv_fp16_64.cu
   src/kernels/sm90/sm90_fwd_cluster_dv.cu
   src/kernels/sm90/sm90_fwd_cluster_dv_bf16_160.cu
   src/kernels/sm90/sm90_fwd_cluster_dv_bf16_192.cu

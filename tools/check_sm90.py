@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 
-KERNEL = re.compile(r"sm90_fwd_\w+?(?=INS)")
+KERNEL = re.compile(r"sm90_(?:fwd|bwd)_\w+?(?=INS)")
 STACK_LIMIT = 256  # bytes; instances with every option are the largest
 
 
