@@ -20,6 +20,13 @@ set(ffpa_cuda_sm90_sources      # src/kernels/sm90: built for 90a
   src/kernels/sm90/sm90_bwd_dkdv_fp16_192.cu
   src/kernels/sm90/sm90_bwd_dkdv_fp16_256.cu
   src/kernels/sm90/sm90_bwd_dkdv_fp16_64.cu
+  src/kernels/sm90/sm90_bwd_dq.cu
+  src/kernels/sm90/sm90_bwd_dq_bf16_1.cu
+  src/kernels/sm90/sm90_bwd_dq_bf16_2.cu
+  src/kernels/sm90/sm90_bwd_dq_bf16_4.cu
+  src/kernels/sm90/sm90_bwd_dq_fp16_1.cu
+  src/kernels/sm90/sm90_bwd_dq_fp16_2.cu
+  src/kernels/sm90/sm90_bwd_dq_fp16_4.cu
   src/kernels/sm90/sm90_fwd_cluster_dv.cu
   src/kernels/sm90/sm90_fwd_cluster_dv_bf16_160.cu
   src/kernels/sm90/sm90_fwd_cluster_dv_bf16_192.cu

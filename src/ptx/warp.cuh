@@ -48,6 +48,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// mov. Volatile: a copy into a register that a later wgmma reads must not sink below the first wgmma of its stage (C7513).
+__device__ __forceinline__ uint32_t copy_here(uint32_t x) {
+  uint32_t y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
 // min.NaN: a NaN stays one, unlike in fminf
 __device__ __forceinline__ float min_nan(float a, float b) {
   float y;
