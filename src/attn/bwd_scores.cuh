@@ -45,11 +45,12 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const Opt
 template <int kColumns, bool kOptions>
 __device__ __forceinline__ void subtract_delta(const BackwardParams& p, float* dp, const float (&delta)[2],
                                                const uint32_t (&keep)[(kColumns + 63) / 64]) {
-  if constexpr (kOptions)
+  if constexpr (kOptions) {
     if (p.dropout.threshold) {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) dp[i] = keep[i / 32] >> (i % 32) & 1u ? dp[i] : 0.f;
     }
+  }
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i)
     dp[i] = kOptions ? fmaf(dp[i], p.keep_scale, -delta[i / 2 % 2]) : dp[i] - delta[i / 2 % 2];

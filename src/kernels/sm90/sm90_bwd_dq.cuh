@@ -416,20 +416,24 @@ struct Consumer {
       if constexpr (C::kCluster == 4) add_partial();
       uint32_t slope[C::kOptions ? kWords : 1];  // fp16 pairs: 11 bits of values from 0 to 1
       const bool capped = C::kOptions && b.softcap_log2 > 0.f;
-      if constexpr (C::kOptions)
-        if (capped)
+      if constexpr (C::kOptions) {
+        if (capped) {
 #pragma unroll
           for (int i = 0; i < kWords; ++i)
             slope[i] = ptx::pack<__half>(attn::softcap_slope(b, s[2 * i]), attn::softcap_slope(b, s[2 * i + 1]));
+        }
+      }
       make_p(j);
-      if constexpr (C::kOptions)
-        if (capped)
+      if constexpr (C::kOptions) {
+        if (capped) {
 #pragma unroll
           for (int i = 0; i < kWords; ++i) {
             const float2 two = ptx::unpack<__half>(slope[i]);
             s[2 * i] *= two.x;
             s[2 * i + 1] *= two.y;
           }
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kWords; ++i) out[i] = ptx::pack<Element>(s[2 * i], s[2 * i + 1]);
       await_free_inboxes();
@@ -449,10 +453,12 @@ struct Consumer {
         if (rank != C::kGradsRank) send(out, rank);
     } else {
       attn::subtract_delta<C::kTileKv, C::kOptions>(b, dp, rows.delta, keep);
-      if constexpr (C::kOptions)
-        if (b.softcap_log2 > 0.f)
+      if constexpr (C::kOptions) {
+        if (b.softcap_log2 > 0.f) {
 #pragma unroll
           for (int i = 0; i < kScores; ++i) dp[i] *= attn::softcap_slope(b, s[i]);
+        }
+      }
       make_p(j);
 #pragma unroll
       for (int i = 0; i < kScores; ++i) s[i] *= dp[i];
