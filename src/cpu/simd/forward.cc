@@ -7,9 +7,11 @@
 //              m = max(m, S), P = exp(S - m), l = l * alpha + sum P, alpha = exp(m_before - m)
 //              O[row][column] = alpha * O + P' V
 //   once       the sink joins, o = O / l, lse = m + log(l); or, with splits, (O, m, l) to the workspace and a second pass merges them
-// The running maximum starts at -inf and no finite stand-in exists, so values of any size are right. Tiles that causality, window,
+// The running maximum starts at -inf and no finite stand-in exists, so scores of any size are right. Sums of P V may be N_kv times as
+// large as v: where O of a tile overflows, the walk is done again with P smaller by a power of two, which changes no other bit. Tiles that causality, window,
 // length, mask or bias hide are skipped; columns of a tile that see nothing of it are not computed. Bits do not depend on the number
 // of threads, only on num_splits.
+#include <bit>
 #include <cmath>
 
 #include "cpu/features.h"
@@ -40,6 +42,7 @@ struct Scratch {
   uint32_t *q_panels, *k_rows, *v_panels, *p_units, *row;
   float *s, *extra, *keep, *o, *m, *l, *alpha;
   int64_t ld_k, ld_o;
+  float shrink;  // P, l and O stand multiplied by it
 
   Scratch(Arena& arena, const Problem& p, const Options& options, const TileShape& t) {
     ld_k = units_of<Kind>(p.d_qk) + 16;  // not a power of two: rows of K must not share cache sets
@@ -64,13 +67,14 @@ struct Scratch {
 
 // Where the parts of a split row meet: [row of all sequences and heads][split].
 struct Partials {
-  float *o, *m, *l, *any;
+  float *o, *unit, *m, *l, *any;
   int64_t ld;
 
   Partials(Arena& arena, const Problem& p, int64_t splits) {
     const int64_t rows = splits > 1 ? p.n_seqs * p.h_q * p.n_q * splits : 0;
     ld = round_up(p.d_v, kPanel);
     o = arena.take<float>(rows * ld);
+    unit = arena.take<float>(rows);
     m = arena.take<float>(rows);
     l = arena.take<float>(rows);
     any = arena.take<float>(rows);
@@ -108,7 +112,7 @@ struct Forward {
         for (int e = 0; e < Kind::kPerUnit; ++e) {
           x[e] = vf{};
           if (e > 0 && n + e >= keys) break;
-          x[e] = exp(load(w.s + (n + e) * ld + c) * scale - safe);
+          x[e] = exp(load(w.s + (n + e) * ld + c) * scale - safe) * w.shrink;
           sum += x[e];
           if (w.keep) {  // a dropped NaN is dropped, too
             const vf factor = load(w.keep + (n + e) * ld + c);
@@ -128,7 +132,29 @@ struct Forward {
     }
   }
 
+  // Whether a sum of P V of the tile is not finite: overflow, or v or the scores are not finite themselves.
+  bool overflows(const Scratch<Kind>& w) const {
+    constexpr uint32_t kExponent = 0x7F800000u;
+    vi found{};
+    for (int64_t x = 0; x < w.q.count * w.ld_o; x += kLanes)
+      found |= (bits(load(w.o + x)) & static_cast<int32_t>(kExponent)) == splat(static_cast<int32_t>(kExponent));
+    for (int lane = 0; lane < kLanes; ++lane)
+      if (found[lane]) return true;
+    return false;
+  }
+
+  // O, m and l of the keys, with w.shrink such that O is finite if v and the scores are; l stands without it.
   void walk(Scratch<Kind>& w, KeyRange keys) const {
+    w.shrink = 1.f;
+    walk_once(w, keys);
+    if (!overflows(w)) return;
+    w.shrink =
+        std::ldexp(1.f, -static_cast<int>(std::bit_width(static_cast<uint64_t>(most(keys.end - keys.begin, 1)))));
+    walk_once(w, keys);
+    for (int64_t r = 0; r < w.q.count; ++r) w.l[r] /= w.shrink;
+  }
+
+  void walk_once(Scratch<Kind>& w, KeyRange keys) const {
     const int64_t ld = tile.rows, lanes = round_up(w.q.count, kPanel), units = units_of<Kind>(p.d_qk);
     for (int64_t r = 0; r < lanes; ++r) {
       w.m[r] = -kInf;
@@ -154,8 +180,9 @@ struct Forward {
     }
   }
 
-  // From (O, m, l) to o and lse of one row.
-  void finish_row(const Sequence& s, int64_t h, int64_t i, const float* o, float m, float l, bool any) const {
+  // From (O, m, l) to o and lse of one row; sums of P V are O * unit.
+  void finish_row(const Sequence& s, int64_t h, int64_t i, const float* o, float unit, float m, float l,
+                  bool any) const {
     const ffpa_forward_problem& f = options.f;
     const float sink = present(f.sinks) ? value_at(f.sinks, h * f.sinks.stride[0]) : -kInf;
     float factor = options.dropout.keep_scale, lse = -kInf;
@@ -166,7 +193,7 @@ struct Forward {
       const float top = sink > m ? sink : m;
       const float from_rows = m == -kInf && l == 0.f ? 0.f : expf(m - top);
       const float total = l * from_rows + expf(sink - top);
-      factor *= from_rows / total;
+      factor *= unit * (from_rows / total);
       lse = top + logf(total);
       if (m != m || l != l) lse = l + m;  // NaN
     } else {
@@ -204,11 +231,12 @@ struct Forward {
     for (int64_t r = 0; r < count; ++r) {
       const float* o = w.o + r * w.ld_o;
       if (splits == 1) {
-        finish_row(s, w.q.head[r], w.q.index[r], o, w.m[r], w.l[r], w.q.any[r] != 0.f);
+        finish_row(s, w.q.head[r], w.q.index[r], o, 1.f / w.shrink, w.m[r], w.l[r], w.q.any[r] != 0.f);
         continue;
       }
       const int64_t row = partial_row(s, w.q.head[r], w.q.index[r]) + split;
       std::memcpy(parts.o + row * parts.ld, o, static_cast<size_t>(p.d_v) * sizeof(float));
+      parts.unit[row] = 1.f / w.shrink;
       parts.m[row] = w.m[r];
       parts.l[row] = w.l[r];
       parts.any[row] = w.q.any[r];
@@ -227,14 +255,17 @@ struct Forward {
       if (parts.m[x] > m) m = parts.m[x];
       any |= parts.any[x] != 0.f;
     }
+    const auto weight = [&](int64_t x) { return parts.m[x] == -kInf ? 0.f : expf(parts.m[x] - m); };
+    for (int64_t x = row; x < row + splits; ++x) l += weight(x) * parts.l[x];
+    // A mean of the parts, each with its share of l: unlike their sum it cannot overflow.
+    const float inverse = l == 0.f ? 0.f : 1.f / l;
     float* o = parts.o + row * parts.ld;
     for (int64_t x = row; x < row + splits; ++x) {
-      const float weight = parts.m[x] == -kInf ? 0.f : expf(parts.m[x] - m);
+      const float share = weight(x) * inverse * parts.unit[x];
       const float* from = parts.o + x * parts.ld;
-      for (int64_t d = 0; d < p.d_v; ++d) o[d] = x == row ? weight * from[d] : o[d] + weight * from[d];
-      l += weight * parts.l[x];
+      for (int64_t d = 0; d < p.d_v; ++d) o[d] = x == row ? share * from[d] : o[d] + share * from[d];
     }
-    finish_row(s, h, i, o, m, l, any);
+    finish_row(s, h, i, o, l, m, l, any);
   }
 
   void run(Arena arena, int num_threads) const {
